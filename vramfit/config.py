@@ -1,0 +1,268 @@
+"""RunConfig: what the user asked for. One frozen object, one file format (JSON or YAML), checked once, at this border.
+
+A wish is either fixed by the user or "auto"; every "auto" is decided by the planner and shown with its reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import pydantic
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from vramfit.errors import ConfigError, Problem
+
+CONFIG_VERSION = 1
+
+Auto = Literal["auto"]
+Method = Literal["pretrain", "full", "lora", "qlora"]
+Precision = Literal["fp32", "bf16", "fp16"]
+
+STARTER_MODEL = "starter"
+STARTER_STORIES = "starter:stories"
+STARTER_QUESTIONS = "starter:questions"
+
+
+class Part(BaseModel):
+    """A section of the config: frozen, no unknown fields, no NaN or infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelChoice(Part):
+    """What is trained: `source` is "starter", a local folder in Hugging Face format, or a hub id."""
+
+    source: Annotated[str, Field(min_length=1)] = STARTER_MODEL
+    revision: str | None = None
+
+
+class DataChoice(Part):
+    """What it is trained on. `paths` are files, folders, or the starter's "starter:stories" / "starter:questions"."""
+
+    paths: Annotated[tuple[str, ...], Field(min_length=1)] = (STARTER_STORIES,)
+    columns: dict[str, str] = Field(default_factory=dict)
+    encoding: str = "auto"
+    bad_rows: Literal["stop", "skip"] = "stop"
+    max_length: Annotated[int, Field(ge=8, le=1_048_576)] | Auto = "auto"
+    too_long: Literal["cut", "drop", "split"] = "cut"
+    packing: bool | Auto = "auto"
+    trained_on: Literal["auto", "everything", "assistant", "last"] = "auto"
+    eval_share: Annotated[float, Field(ge=0.0, le=0.5)] = 0.05
+
+
+class AdapterChoice(Part):
+    """LoRA: W + alpha / rank * B A on the target linears. `alpha="auto"` is twice the rank."""
+
+    rank: Annotated[int, Field(ge=1, le=1024)] = 16
+    alpha: Annotated[float, Field(gt=0)] | Auto = "auto"
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+
+
+class ScheduleChoice(Part):
+    """How long and how fast it learns. `max_steps`, when given, decides instead of `epochs`."""
+
+    epochs: Annotated[float, Field(gt=0, le=10_000)] = 1.0
+    max_steps: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
+    sequences_per_step: Annotated[int, Field(ge=1, le=1_000_000)] = 16
+    learning_rate: Annotated[float, Field(gt=0, le=10)] | Auto = "auto"
+    shape: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.05
+    final_rate_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0.0, le=10)] = 0.01
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.999
+    max_grad_norm: Annotated[float, Field(ge=0.0)] = 1.0
+
+
+class MemoryWishes(Part):
+    """What the planner may decide, each "auto" or fixed. `budget_gib` is GiB of device memory the run may use."""
+
+    budget_gib: Annotated[float, Field(gt=0)] | Auto = "auto"
+    micro_batch: Annotated[int, Field(ge=1, le=65_536)] | Auto = "auto"
+    precision: Precision | Auto = "auto"
+    activations: Literal["auto", "keep", "recompute"] = "auto"
+    loss: Literal["auto", "fused", "chunked", "full"] = "auto"
+    optimizer: Literal["auto", "adamw"] = "auto"
+
+
+class OutputChoice(Part):
+    """What is kept. Cadences count optimizer steps; "auto" is about ten a run. 0 turns evaluation off."""
+
+    checkpoint_every: Annotated[int, Field(ge=1)] | Auto = "auto"
+    keep_checkpoints: Annotated[int, Field(ge=1, le=1000)] = 2
+    evaluate_every: Annotated[int, Field(ge=0)] | Auto = "auto"
+    prompts: tuple[str, ...] = ()
+    sample_tokens: Annotated[int, Field(ge=0, le=4096)] = 120
+    export: Literal["auto", "adapter", "merged", "model"] = "auto"
+
+
+class RunConfig(Part):
+    """One run, as asked for. The defaults are the starter: a small model that learns to tell stories on any machine.
+
+    `device` is "auto", "cpu", "cuda:0", "xpu:0", ...
+    """
+
+    version: Literal[1] = CONFIG_VERSION
+    name: Annotated[str, Field(max_length=120)] = ""
+    method: Method = "pretrain"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|(cuda|xpu):\d+)$")] = "auto"
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
+    model: ModelChoice = ModelChoice()
+    data: DataChoice = DataChoice()
+    adapter: AdapterChoice = AdapterChoice()
+    schedule: ScheduleChoice = ScheduleChoice()
+    memory: MemoryWishes = MemoryWishes()
+    output: OutputChoice = OutputChoice()
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> Self:
+        """Check nested plain values (as from JSON, YAML or a form). Raises ConfigError with every problem at once."""
+        try:
+            config = cls.model_validate(dict(values))
+        except pydantic.ValidationError as error:
+            raise ConfigError(_problems(error)) from None
+        problems = _cross_field_problems(config)
+        if problems:
+            raise ConfigError(problems)
+        return config
+
+    @classmethod
+    def from_file(cls, path: Path) -> Self:
+        """Read a YAML or JSON file (UTF-8, with or without BOM). Raises ConfigError."""
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except FileNotFoundError:
+            raise ConfigError([Problem(field="", what=f"There is no file {path}", remedy="Check the path.")]) from None
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise ConfigError(
+                [Problem(field="", what=f"{path} cannot be read: {reason}", remedy="Save it as a UTF-8 text file.")]
+            ) from None
+        try:
+            values = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+            raise ConfigError(
+                [Problem(field="", what=f"{path.name} is not YAML or JSON{place}", remedy="Correct that line.")]
+            ) from None
+        if not isinstance(values, dict):
+            raise ConfigError(
+                [
+                    Problem(
+                        field="",
+                        what=f"{path.name} holds no settings",
+                        remedy="Write `setting: value` lines, or export a run from the panel.",
+                    )
+                ]
+            )
+        return cls.parse(values)
+
+    def to_json(self) -> str:
+        """JSON text that `from_json` reads back to an equal object."""
+        return json.dumps(self.model_dump(mode="json"), ensure_ascii=False, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The inverse of `to_json`."""
+        return cls.parse(json.loads(text))
+
+    def to_yaml(self) -> str:
+        """YAML text, only the settings that differ from the defaults, for `python -m vramfit train`."""
+        values = self.model_dump(mode="json", exclude_defaults=True)
+        return yaml.safe_dump({"version": self.version, **values}, allow_unicode=True, sort_keys=False)
+
+    @property
+    def trains_adapter(self) -> bool:
+        return self.method in ("lora", "qlora")
+
+    @property
+    def lora_alpha(self) -> float:
+        return 2.0 * self.adapter.rank if self.adapter.alpha == "auto" else self.adapter.alpha
+
+    @property
+    def learning_rate(self) -> float:
+        """Peak rate. Automatic ones are the field's usual ones: small models from scratch bear 1e-3 and more,
+        adapters about ten times what full fine-tuning bears."""
+        if self.schedule.learning_rate != "auto":
+            return self.schedule.learning_rate
+        return {"pretrain": 2e-3, "full": 2e-5, "lora": 2e-4, "qlora": 2e-4}[self.method]
+
+
+def _cross_field_problems(config: RunConfig) -> list[Problem]:
+    """What no single field can see."""
+    problems = []
+    starter_data = [path for path in config.data.paths if path.startswith("starter:")]
+    unknown = [path for path in starter_data if path not in (STARTER_STORIES, STARTER_QUESTIONS)]
+    if unknown:
+        problems.append(
+            Problem(
+                field="data.paths",
+                what=f"{unknown[0]!r} is not one of the starter's data sets",
+                remedy=f"Choose {STARTER_STORIES} or {STARTER_QUESTIONS}, or give a file.",
+            )
+        )
+    if config.method == "pretrain" and config.output.export in ("adapter", "merged"):
+        problems.append(
+            Problem(
+                field="output.export",
+                what=f"Pretraining has no adapter to export as {config.output.export!r}",
+                remedy="Set the export to auto or model.",
+            )
+        )
+    if config.method in ("lora", "qlora", "full") and config.model.source == STARTER_MODEL:
+        problems.append(
+            Problem(
+                field="method",
+                what=f"The starter begins from random weights, so {config.method!r} has nothing to fine-tune",
+                remedy="Choose pretrain, or give the folder of a trained model (a finished run's export will do).",
+            )
+        )
+    if config.method == "full" and config.output.export in ("adapter", "merged"):
+        problems.append(
+            Problem(
+                field="output.export",
+                what=f"Full fine-tuning has no adapter to export as {config.output.export!r}",
+                remedy="Set the export to auto or model.",
+            )
+        )
+    return problems
+
+
+_KINDS = {
+    "missing": ("is missing", "Give it a value."),
+    "extra_forbidden": ("is not a setting of this version", "Remove it, or check its spelling."),
+}
+
+
+def _problems(error: pydantic.ValidationError) -> list[Problem]:
+    """pydantic's findings, one per field, in our three parts.
+
+    A union such as `int | "auto"` is reported once per member; the first member (the number) is the one to explain.
+    """
+    found: dict[str, Problem] = {}
+    for item in error.errors(include_url=False):
+        field = ".".join(str(part) for part in item["loc"] if _is_field_name(part))
+        if field in found:
+            continue
+        what, remedy = _KINDS.get(item["type"], ("", ""))
+        if not what:
+            what = f"got {_shown(item['input'])}, but {item['msg'][0].lower()}{item['msg'][1:]}"
+            remedy = "Change it."
+        found[field] = Problem(field=field, what=f"{field or 'The config'} {what}", remedy=remedy)
+    return list(found.values())
+
+
+def _is_field_name(part: int | str) -> bool:
+    """False for the union-member labels pydantic puts in a location, such as `constrained-int` or `literal['auto']`."""
+    return isinstance(part, int) or part.replace("_", "").isalnum() and part not in ("int", "float", "str", "bool")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

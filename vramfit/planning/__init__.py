@@ -1,0 +1,1 @@
+"""What will happen, by arithmetic alone: pure functions, no torch, no files, no clock."""

@@ -1,0 +1,159 @@
+"""The planner's words: what a run asks of a machine (Workload), what was decided (Plan), what will happen (Forecast).
+
+Plain frozen data. Bytes are int, times are seconds, rates are per second. No torch, no files, no clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vramfit.config import Method, Precision
+
+MemoryKind = Literal["weights", "adapters", "gradients", "optimizer", "activations", "logits", "overhead"]
+"""The parts every memory breakdown is given in, in the order they are stacked."""
+
+MEMORY_KINDS: tuple[MemoryKind, ...] = (
+    "weights",
+    "adapters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "overhead",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One decision and why: `setting` in the config's or plan's words, `value` as shown, `reason` one sentence.
+
+    `fixed` is True when the user decided it.
+    """
+
+    setting: str
+    value: str
+    reason: str
+    fixed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """How much there is to train: sequences and tokens of one epoch, after cutting to `max_length`.
+
+    `mean_tokens` and `longest_tokens` are per sequence, padding excluded; `trained_share` is the share of tokens that
+    carry loss; `exact` is False while the lengths are a guess and not read from the tokenised data.
+    """
+
+    sequences: int
+    mean_tokens: float
+    longest_tokens: int
+    trained_share: float = 1.0
+    exact: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Every memory decision of a run.
+
+    `max_length` tokens per sequence; `micro_batch` sequences per forward pass; `accumulation` of them make one
+    optimizer step. `recompute` is the number of blocks whose activations are recomputed in backward (the first ones);
+    0 keeps all. `loss_chunk_tokens` is rows of logits alive at once (0: all of them).
+    """
+
+    method: Method
+    device: str
+    budget_bytes: int
+    compute: Precision
+    weight_format: Literal["fp32", "bf16", "fp16", "nf4"]
+    trained_format: Literal["fp32", "bf16"] = "fp32"
+    optimizer: Literal["adamw"] = "adamw"
+    optimizer_bits: Literal[32, 8, 4] = 32
+    max_length: int
+    micro_batch: int
+    accumulation: int
+    recompute: int
+    loss: Literal["fused", "chunked", "full"]
+    loss_chunk_tokens: int = 0
+    attention: Literal["sdpa", "eager", "flash"] = "sdpa"
+    packing: bool = False
+    lora_rank: int = 0
+    lora_targets: tuple[str, ...] = ()
+    reasons: tuple[Choice, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseMemory:
+    """Device bytes alive in one phase, by kind. `name` is load, loss, backward, step, evaluation ..."""
+
+    name: str
+    parts: dict[MemoryKind, int]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Predicted device memory. The peak is the largest phase, never the sum of phases.
+
+    `peak_bytes` is allocated (tensors); `device_bytes` adds what the driver and allocator take, and is what must fit
+    the budget; `low_bytes` to `high_bytes` is where the measured allocated peak is expected. `host_bytes` and
+    `disk_bytes` are what the run takes from RAM and disk.
+    """
+
+    phases: tuple[PhaseMemory, ...]
+    device_bytes: int
+    low_bytes: int
+    high_bytes: int
+    host_bytes: int
+    disk_bytes: int
+
+    @property
+    def peak(self) -> PhaseMemory:
+        return max(self.phases, key=lambda phase: phase.total_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peak.total_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedEstimate:
+    """Predicted speed. `bounds` splits one optimizer step into seconds by what takes them (compute, link, ...).
+
+    Tokens/s counts trained tokens, padding excluded.
+    """
+
+    step_seconds: float
+    tokens_per_s: float
+    bounds: dict[str, float]
+    flops_per_step: float
+    rate_source: Literal["catalogue", "measured", "assumed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What the form shows beside Start, and what the child checks again before step 1."""
+
+    plan: Plan
+    memory: MemoryEstimate
+    speed: SpeedEstimate
+    workload: Workload
+    steps: int
+    seconds: float
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.device_bytes <= self.plan.budget_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for `--json` and the store, derived figures included."""
+        values = dataclasses.asdict(self)
+        values["memory"]["peak_bytes"] = self.memory.peak_bytes
+        values["memory"]["peak_phase"] = self.memory.peak.name
+        values["memory"]["breakdown"] = dict(self.memory.peak.parts)
+        values["fits"] = self.fits
+        return values

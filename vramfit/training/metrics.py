@@ -1,0 +1,120 @@
+"""What a run reports and to whom. The loop talks to a Recorder; the job store, the progress bar and tests are Recorders.
+
+Bytes, seconds and tokens; times are Unix seconds. Plain data: nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from vramfit.planning.plan import Forecast
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One optimizer step. Tokens are trained tokens, padding excluded.
+
+    `allocated_bytes` is live tensors and `reserved_bytes` what the allocator holds, both the peak within the step, on
+    the device. Without a card allocated is the trainer's own tensors and reserved is 0. `resident_bytes` is the
+    process's resident set. `loss_scale` is fp16's, None otherwise; `skipped` is True when that scaling refused the step.
+    """
+
+    step: int
+    time: float
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    tokens: int
+    tokens_per_s: float
+    step_seconds: float
+    epoch: float
+    allocated_bytes: int
+    reserved_bytes: int
+    resident_bytes: int
+    loss_scale: float | None = None
+    skipped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseProgress:
+    """What the run is doing besides steps. `done` of `total` in `unit`; a total of 0 is unknown."""
+
+    name: Literal["starting", "loading", "tokenising", "planning", "training", "evaluating", "saving", "exporting"]
+    done: float = 0
+    total: float = 0
+    unit: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Mean loss over the trained tokens of the held-out share, after `step` optimizer steps."""
+
+    step: int
+    time: float
+    loss: float
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSample:
+    """Generated text. `stage` is "before" (the model as it came) or "after" (as it is at `step`)."""
+
+    step: int
+    stage: Literal["before", "after"]
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something a person should know: `kind` is a short machine word, `message` a full sentence."""
+
+    time: float
+    level: Literal["info", "warning", "error"]
+    kind: str
+    message: str
+    step: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Telemetry:
+    """One reading of the machine: what the driver shows. None where it has no such sensor or there is no card.
+
+    Utilisation is 0..1; `device_bytes` is memory in use on the card by everyone; `host_bytes` the trainer's resident set.
+    """
+
+    time: float
+    device_bytes: int | None
+    host_bytes: int
+    utilisation: float | None
+    power_watts: float | None
+    temperature_c: float | None
+    cpu_utilisation: float | None = None
+
+
+class Recorder(Protocol):
+    """Where a run reports. Calls are cheap, never raise for want of a listener, and come from one thread."""
+
+    def phase(self, progress: PhaseProgress) -> None: ...
+    def forecast(self, forecast: Forecast) -> None: ...
+    def steps(self, metrics: Sequence[StepMetrics]) -> None: ...
+    def evaluation(self, evaluation: Evaluation) -> None: ...
+    def sample(self, sample: TextSample) -> None: ...
+    def event(self, event: Event) -> None: ...
+    def telemetry(self, reading: Telemetry) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """How a run ended. `stopped` is True when it was asked to stop and saved a checkpoint at `steps`."""
+
+    steps: int
+    total_steps: int
+    stopped: bool
+    final_loss: float | None
+    eval_loss: float | None
+    peak_allocated_bytes: int
+    export: str | None

@@ -1,0 +1,39 @@
+"""Bytes inside the code, GiB at the edge: the one place that turns numbers into what a person reads."""
+
+from __future__ import annotations
+
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
+
+
+def format_bytes(size: float) -> str:
+    """Bytes as a short text in binary units: `27.4 GiB`, `231 MiB`, `12 KiB`, `0 B`."""
+    magnitude = abs(size)
+    if magnitude >= GIB:
+        return f"{size / GIB:.1f} GiB"
+    if magnitude >= MIB:
+        return f"{size / MIB:.0f} MiB"
+    if magnitude >= KIB:
+        return f"{size / KIB:.0f} KiB"
+    return f"{size:.0f} B"
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds as a short text: `45 s`, `2 min 05 s`, `3 h 20 min`, `4 d 06 h`."""
+    whole = round(max(seconds, 0.0))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+
+
+def format_count(number: float) -> str:
+    """A count as a short text: `950`, `18.7 K`, `134.5 M`, `6.7 B`."""
+    for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(number) >= limit:
+            return f"{number / limit:.1f} {letter}"
+    return f"{number:.0f}"
