@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 import pydantic
 import yaml
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from vramfit.errors import ConfigError, Problem
 
-CONFIG_VERSION = 1
+CONFIG_VERSION: Final = 1
 
 Auto = Literal["auto"]
 Method = Literal["pretrain", "full", "lora", "qlora"]
@@ -260,7 +260,7 @@ def _problems(error: pydantic.ValidationError) -> list[Problem]:
 
 def _is_field_name(part: int | str) -> bool:
     """False for the union-member labels pydantic puts in a location, such as `constrained-int` or `literal['auto']`."""
-    return isinstance(part, int) or part.replace("_", "").isalnum() and part not in ("int", "float", "str", "bool")
+    return isinstance(part, int) or (part.replace("_", "").isalnum() and part not in ("int", "float", "str", "bool"))
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What a run reports and to whom. The loop talks to a Recorder; the job store, the progress bar and tests are Recorders.
+"""What a run reports and to whom. The loop talks to a Recorder: the job store, the progress bar and tests are ones.
 
 Bytes, seconds and tokens; times are Unix seconds. Plain data: nothing here imports torch.
 """
@@ -18,7 +18,7 @@ class StepMetrics:
 
     `allocated_bytes` is live tensors and `reserved_bytes` what the allocator holds, both the peak within the step, on
     the device. Without a card allocated is the trainer's own tensors and reserved is 0. `resident_bytes` is the
-    process's resident set. `loss_scale` is fp16's, None otherwise; `skipped` is True when that scaling refused the step.
+    process's resident set. `loss_scale` is fp16's, None otherwise; `skipped` is True when it refused the step.
     """
 
     step: int
@@ -83,7 +83,8 @@ class Event:
 class Telemetry:
     """One reading of the machine: what the driver shows. None where it has no such sensor or there is no card.
 
-    Utilisation is 0..1; `device_bytes` is memory in use on the card by everyone; `host_bytes` the trainer's resident set.
+    Utilisation is 0..1; `device_bytes` is memory in use on the card by everyone; `host_bytes` the trainer's resident
+    set.
     """
 
     time: float

