@@ -1,0 +1,207 @@
+"""Checkpoints: a folder of safetensors and JSON that exists once its manifest says so. Never pickle.
+
+    checkpoints/step-00000100/
+        tensors.safetensors     trained parameters and optimizer states
+        values.json             plain values: random states, scaler, identity of the run
+        manifest.json           sizes and SHA-256 of the two, written last and fsynced
+
+Commit order: files, fsync; manifest, fsync; rename from a `.partial` name; fsync of the parent folder. So a crash
+leaves either the whole checkpoint or a folder that is not taken for one. Rotation goes by step number, never by file
+time, and touches only folders of this form.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vramfit.errors import CheckpointError, OutOfDisk
+from vramfit.units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+FORMAT = "vramfit-checkpoint-1"
+TENSORS, VALUES, MANIFEST = "tensors.safetensors", "values.json", "manifest.json"
+
+_NAME = re.compile(r"^step-(\d{8})$")
+_SPARE_BYTES = 64 * 2**20  # what must stay free beside the checkpoint, for the database and the log
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint read back and verified: tensors on the CPU, by name, and plain values."""
+
+    step: int
+    path: Path
+    tensors: dict[str, torch.Tensor]
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Newest:
+    """The newest usable checkpoint, and the names of newer ones that were damaged, each with its reason."""
+
+    checkpoint: Checkpoint
+    damaged: tuple[str, ...]
+
+
+def save(root: Path, *, step: int, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any], keep: int) -> Path:
+    """Write checkpoint `step` under `root`, then remove all but the newest `keep`. Returns its folder.
+
+    Raises OutOfDisk, with the older checkpoints untouched, when there is too little room or the disk fills meanwhile.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    _remove_partial(root)
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    _check_room(root, needed)
+    final = root / f"step-{step:08d}"
+    partial = root / f"{final.name}.partial"
+    try:
+        _write(partial, step=step, tensors=tensors, values=values)
+        if final.exists():  # the same step again after a resume: the new one is equal, and complete
+            shutil.rmtree(final)
+        partial.rename(final)
+        _sync_folder(root)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise _disk_error(error, root, needed) from error
+    _rotate(root, keep=keep)
+    return final
+
+
+def newest(root: Path) -> Newest | None:
+    """The newest checkpoint that is complete and unharmed; None when there is none at all.
+
+    Raises CheckpointError when there are some and every one is damaged: a run never starts from scratch silently.
+    """
+    damaged: list[str] = []
+    for step, path in reversed(_complete(root)):
+        try:
+            return Newest(checkpoint=_read(path, step=step), damaged=tuple(damaged))
+        except CheckpointError as error:
+            damaged.append(error.what)
+    if damaged:
+        raise CheckpointError(
+            f"All {len(damaged)} checkpoints of this run are damaged: {'; '.join(damaged)}",
+            "Start the run again from the beginning as a new run.",
+        )
+    return None
+
+
+def steps(root: Path) -> list[int]:
+    """Steps of the complete checkpoints under `root`, oldest first."""
+    return [step for step, _ in _complete(root)]
+
+
+def _write(folder: Path, *, step: int, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    owned = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+    save_file(owned, folder / TENSORS)
+    (folder / VALUES).write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
+    files = {name: _fingerprint(folder / name) for name in (TENSORS, VALUES)}
+    manifest = {"format": FORMAT, "step": step, "files": files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    for name in (TENSORS, VALUES, MANIFEST):
+        _sync_file(folder / name)
+    _sync_folder(folder)
+
+
+def _read(folder: Path, *, step: int) -> Checkpoint:
+    from safetensors.torch import load_file
+
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if manifest.get("format") != FORMAT:
+            raise CheckpointError(f"{folder.name} has format {manifest.get('format')!r}, this version reads {FORMAT!r}")
+        for name in (TENSORS, VALUES):
+            if manifest["files"][name] != _fingerprint(folder / name):
+                raise CheckpointError(f"{folder.name}/{name} does not match its manifest")
+        tensors = load_file(folder / TENSORS)
+        values = json.loads((folder / VALUES).read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder.name} cannot be read ({type(error).__name__})") from error
+    return Checkpoint(step=step, path=folder, tensors=tensors, values=values)
+
+
+def _complete(root: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every folder with a manifest, oldest first."""
+    if not root.is_dir():
+        return []
+    found = []
+    for path in root.iterdir():
+        match = _NAME.match(path.name)
+        if match and (path / MANIFEST).is_file():
+            found.append((int(match[1]), path))
+    return sorted(found)
+
+
+def _rotate(root: Path, *, keep: int) -> None:
+    for _, path in _complete(root)[:-keep]:
+        # The manifest goes first: a half-removed checkpoint must not be taken for a whole one.
+        with contextlib.suppress(OSError):
+            (path / MANIFEST).unlink()
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_partial(root: Path) -> None:
+    """What a crash left behind: unfinished folders, and old ones whose removal was cut short."""
+    for path in root.iterdir():
+        unfinished = path.name.endswith(".partial") and _NAME.match(path.name.removesuffix(".partial"))
+        half_removed = _NAME.match(path.name) and not (path / MANIFEST).is_file()
+        if unfinished or half_removed:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _check_room(root: Path, needed: int) -> None:
+    free = shutil.disk_usage(root).free
+    if free < needed + _SPARE_BYTES:
+        raise OutOfDisk(
+            f"A checkpoint needs {format_bytes(needed + _SPARE_BYTES)} of disk, {root} has {format_bytes(free)} free",
+            "Free some space and resume the run: older checkpoints are kept.",
+        )
+
+
+def _disk_error(error: OSError, root: Path, needed: int) -> OutOfDisk | CheckpointError:
+    if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
+        quota = " (the quota is used up)" if error.errno != errno.ENOSPC else ""
+        return OutOfDisk(
+            f"The disk filled up{quota} while a checkpoint of {format_bytes(needed)} was written to {root}",
+            "Free some space and resume the run: older checkpoints are kept.",
+        )
+    return CheckpointError(
+        f"A checkpoint could not be written to {root}: {error.strerror or error}",
+        "Check that the folder can be written to, then resume the run: older checkpoints are kept.",
+    )
+
+
+def _fingerprint(path: Path) -> dict[str, int | str]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    """Make renames inside `path` durable. Windows has no such call and needs none."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
