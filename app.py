@@ -1,0 +1,42 @@
+"""VRAMFit's panel: read the flags, open the data folder, start the supervisor, serve the pages."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from vramfit.errors import UserError
+from vramfit.places import default_data_folder, open_data_folder
+
+
+def main() -> int:
+    """Serve the panel until interrupted. Exit code 2 when the user's input is wrong."""
+    options = read_flags()
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before gradio is imported: no call leaves this machine
+    try:
+        data_folder = open_data_folder(options.data_dir)
+        from ui.panel import serve
+
+        serve(data_dir=data_folder, host=options.host, port=options.port, open_browser=not options.no_browser)
+    except UserError as error:
+        print(f"vramfit: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+def read_flags() -> argparse.Namespace:
+    """The command line's flags."""
+    parser = argparse.ArgumentParser(description="VRAMFit: train language models on the card you own.")
+    parser.add_argument("--host", default="127.0.0.1", help="address to serve on (default 127.0.0.1: only you)")
+    parser.add_argument("--port", type=int, default=7860, help="port to serve on (default 7860)")
+    parser.add_argument("--data-dir", type=Path, default=default_data_folder(), help="where runs are kept")
+    parser.add_argument("--no-browser", action="store_true", help="do not open the page")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

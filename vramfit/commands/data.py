@@ -1,0 +1,55 @@
+"""python -m vramfit data PATH [--model FOLDER]: what a data set holds and what the model will see of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from vramfit.config import DataChoice, ModelChoice
+from vramfit.data.report import data_report
+from vramfit.places import cache_folder, default_data_folder, open_data_folder
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `data`."""
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="files or folders")
+    parser.add_argument("--model", metavar="FOLDER", help="count tokens and show examples as this model sees them")
+    parser.add_argument("--max-length", type=int, default=2048, help="tokens per sequence (default 2048)")
+    parser.add_argument("--encoding", default="auto", help="text encoding (default: detected)")
+    parser.add_argument("--bad-rows", choices=("stop", "skip"), default="skip", help="what to do with unreadable rows")
+    parser.add_argument("--trained-on", choices=("auto", "everything", "assistant", "last"), default="auto")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print what was found as text or JSON. Raises DataError or ModelError."""
+    choice = DataChoice.model_validate(
+        {
+            "paths": options.paths,
+            "encoding": options.encoding,
+            "bad_rows": options.bad_rows,
+            "max_length": options.max_length,
+            "trained_on": options.trained_on,
+        }
+    )
+    model = ModelChoice(source=options.model) if options.model else None
+    report = data_report(choice, model=model, cache=cache_folder(open_data_folder(default_data_folder())))
+    print(json.dumps(report, ensure_ascii=False, indent=1) if options.json else describe(report))
+
+
+def describe(report: dict[str, Any]) -> str:
+    """The report in a few lines of text."""
+    lines = [
+        f"{report['format']}, {report['encoding']}, {report['shape']}: {report['rows']} rows, "
+        f"{report['duplicates']} duplicates"
+    ]
+    lines += [f"bad row: line {row['line']}: {row['reason']}" for row in report["bad_rows"][:20]]
+    tokens = report.get("tokens")
+    if tokens:
+        lines.append(
+            f"tokens a row: {tokens['min']} to {tokens['max']}, median {tokens['median']}, 90 % under {tokens['p90']}; "
+            f"{report['trained_tokens']} trained tokens, {report['truncated_share']:.1%} of the rows are cut"
+        )
+    lines += [f"warning: {warning}" for warning in report["warnings"]]
+    return "\n".join(lines)

@@ -1,0 +1,41 @@
+"""python -m vramfit estimate: VRAM, RAM, disk, time and tokens/s of a run, before it starts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from vramfit.commands import wish
+from vramfit.planning.plan import Forecast
+from vramfit.units import format_bytes, format_count, format_duration
+
+add_arguments = wish.add_arguments
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the estimate as text or JSON. Raises UserError."""
+    forecast = wish.forecast_from(options)
+    if options.json:
+        print(json.dumps(forecast.to_json(), ensure_ascii=False, indent=1))
+    else:
+        print(describe(forecast))
+
+
+def describe(forecast: Forecast) -> str:
+    """The estimate in a few lines of text."""
+    memory, speed, plan = forecast.memory, forecast.speed, forecast.plan
+    lines = [
+        f"Device memory   {format_bytes(memory.device_bytes)} of {format_bytes(plan.budget_bytes)} "
+        f"({'fits' if forecast.fits else 'does not fit'})",
+        f"  peak          {format_bytes(memory.peak_bytes)} allocated, in the phase {memory.peak.name} "
+        f"({format_bytes(memory.low_bytes)} to {format_bytes(memory.high_bytes)})",
+    ]
+    lines += [f"    {kind:<12}{format_bytes(size)}" for kind, size in memory.peak.parts.items() if size]
+    lines += [
+        f"Host RAM        {format_bytes(memory.host_bytes)}",
+        f"Disk            {format_bytes(memory.disk_bytes)}",
+        f"Speed           {format_count(speed.tokens_per_s)} tokens/s, {speed.step_seconds:.2f} s a step "
+        f"(rates: {speed.rate_source})",
+        f"Time            {format_duration(forecast.seconds)} for {forecast.steps} steps",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,24 @@
+"""python -m vramfit plan: the fastest settings that fit, each with its reason."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from vramfit.commands import wish
+from vramfit.commands.estimate import describe
+
+add_arguments = wish.add_arguments
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the plan as text or JSON. Raises UserError, WontFit with what would help."""
+    forecast = wish.forecast_from(options)
+    if options.json:
+        print(json.dumps(forecast.to_json(), ensure_ascii=False, indent=1))
+        return
+    for choice in forecast.plan.reasons:
+        chosen_by = "you" if choice.fixed else "auto"
+        print(f"{choice.setting:<20} {choice.value:<16} ({chosen_by}) {choice.reason}")
+    print()
+    print(describe(forecast))

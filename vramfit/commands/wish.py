@@ -1,0 +1,124 @@
+"""What a command line asks for: a RunConfig, the machine it is for, and how much there is to train."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vramfit.config import RunConfig
+from vramfit.data.read import ReadOptions, guess_workload, survey
+from vramfit.errors import ConfigError, Problem
+from vramfit.hardware import catalogue as cards
+from vramfit.hardware.devices import Machine, probe
+from vramfit.models.catalogue import architecture_of
+from vramfit.places import default_data_folder
+from vramfit.planning.plan import Forecast, Workload
+from vramfit.planning.planner import forecast_run, length_limit
+from vramfit.starter.corpus import corpus_workload
+
+_SHORT_FLAGS = {
+    "model": "model.source",
+    "method": "method",
+    "max_length": "data.max_length",
+    "micro_batch": "memory.micro_batch",
+    "sequences_per_step": "schedule.sequences_per_step",
+    "max_steps": "schedule.max_steps",
+    "device": "device",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that `estimate` and `plan` share."""
+    parser.add_argument("config", nargs="?", type=Path, metavar="RUN.yaml", help="a run as exported from the panel")
+    parser.add_argument("--model", help="starter, a folder, or a model id")
+    parser.add_argument("--method", help="pretrain, full, lora or qlora")
+    parser.add_argument("--data", action="append", metavar="PATH", help="a data file; may be given several times")
+    parser.add_argument("--max-length", help="tokens per sequence")
+    parser.add_argument("--micro-batch", help="sequences in one forward pass")
+    parser.add_argument("--sequences-per-step", help="sequences in one optimizer step")
+    parser.add_argument("--max-steps", help="optimizer steps")
+    parser.add_argument("--device", help="auto, cpu, cuda:0, ...")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SETTING=VALUE",
+        help="any other setting by its dotted name, such as memory.loss=chunked",
+    )
+    parser.add_argument("--card", help="plan for this card of the catalogue instead of this machine")
+    parser.add_argument("--ram-gib", type=float, help="RAM of that machine, in GiB")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def forecast_from(options: argparse.Namespace) -> Forecast:
+    """The planner's answer to the command line. Raises UserError."""
+    config = config_from(options)
+    architecture = architecture_of(config.model)
+    limit = length_limit(config, architecture)
+    return forecast_run(
+        config,
+        architecture=architecture,
+        machine=machine_from(options),
+        workload=workload_of(config, max_length=limit),
+    )
+
+
+def config_from(options: argparse.Namespace) -> RunConfig:
+    """The file's settings, then the flags on top of them. Raises ConfigError."""
+    base = RunConfig.from_file(options.config) if options.config else RunConfig()
+    values = base.model_dump(mode="json", exclude_unset=True)
+    for flag, setting in _SHORT_FLAGS.items():
+        if getattr(options, flag) is not None:
+            _put(values, setting, getattr(options, flag))
+    if options.data:
+        _put(values, "data.paths", list(options.data))
+    for assignment in options.set:
+        setting, sign, value = assignment.partition("=")
+        if not sign:
+            raise ConfigError(
+                [
+                    Problem(
+                        field="",
+                        what=f"--set {assignment} has no value",
+                        remedy="Write it as --set setting=value, such as --set memory.loss=chunked.",
+                    )
+                ]
+            )
+        _put(values, setting, yaml.safe_load(value))
+    if options.model and options.model != "starter" and not options.method and "method" not in base.model_fields_set:
+        values["method"] = "lora"
+    return RunConfig.parse(values)
+
+
+def machine_from(options: argparse.Namespace) -> Machine:
+    """This machine, or one with the card that was named. Raises HardwareError."""
+    if options.card:
+        return cards.machine_with(cards.get(options.card), ram_gib=options.ram_gib)
+    return probe(default_data_folder())
+
+
+def workload_of(config: RunConfig, *, max_length: int) -> Workload:
+    """How much there is to train, without tokenising: known for the starter, guessed from a file's rows otherwise."""
+    starter = [path for path in config.data.paths if path.startswith("starter:")]
+    if starter:
+        return corpus_workload(starter[0])
+    found = survey(
+        [Path(path) for path in config.data.paths],
+        ReadOptions(encoding=config.data.encoding, bad_rows=config.data.bad_rows, columns=config.data.columns),
+    )
+    return guess_workload(found, max_length)
+
+
+def _put(values: dict[str, Any], setting: str, value: Any) -> None:
+    *sections, name = setting.split(".")
+    place = values
+    for section in sections:
+        place = place.setdefault(section, {})
+        if not isinstance(place, dict):
+            raise ConfigError(
+                [Problem(field=setting, what=f"{setting} is not a setting", remedy="Check its spelling.")]
+            )
+    place[name] = value
