@@ -12,7 +12,8 @@ from typing import Annotated, Any, Final, Literal, Self
 
 import pydantic
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import ErrorDetails
 
 from vramfit.errors import ConfigError, Problem
 
@@ -31,6 +32,14 @@ class Part(BaseModel):
     """A section of the config: frozen, no unknown fields, no NaN or infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _yes_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python takes True for 1; a person who wrote `learning_rate: yes` did not mean 1."""
+        if isinstance(value, bool) and "bool" not in str(cls.model_fields[info.field_name or ""].annotation):
+            raise ValueError("this setting is not a yes-or-no one")
+        return value
 
 
 class ModelChoice(Part):
@@ -234,12 +243,6 @@ def _cross_field_problems(config: RunConfig) -> list[Problem]:
     return problems
 
 
-_KINDS = {
-    "missing": ("is missing", "Give it a value."),
-    "extra_forbidden": ("is not a setting of this version", "Remove it, or check its spelling."),
-}
-
-
 def _problems(error: pydantic.ValidationError) -> list[Problem]:
     """pydantic's findings, one per field, in our three parts.
 
@@ -248,14 +251,43 @@ def _problems(error: pydantic.ValidationError) -> list[Problem]:
     found: dict[str, Problem] = {}
     for item in error.errors(include_url=False):
         field = ".".join(str(part) for part in item["loc"] if _is_field_name(part))
-        if field in found:
-            continue
-        what, remedy = _KINDS.get(item["type"], ("", ""))
-        if not what:
-            what = f"got {_shown(item['input'])}, but {item['msg'][0].lower()}{item['msg'][1:]}"
-            remedy = "Change it."
-        found[field] = Problem(field=field, what=f"{field or 'The config'} {what}", remedy=remedy)
+        if field not in found:
+            what, remedy = _explain(item)
+            found[field] = Problem(field=field, what=f"{field or 'The config'} {what}", remedy=remedy)
     return list(found.values())
+
+
+def _explain(item: ErrorDetails) -> tuple[str, str]:
+    """What is wrong, with the limit and the value, and the remedy, for one of pydantic's findings."""
+    value, limits = _shown(item["input"]), item.get("ctx", {})
+    match item["type"]:
+        case "missing":
+            return "is missing", "Give it a value."
+        case "extra_forbidden":
+            return "is not a setting of this version", "Remove it, or check its spelling."
+        case "greater_than_equal":
+            return f"is {value}, the least is {limits['ge']}", f"Use {limits['ge']} or more."
+        case "greater_than":
+            return f"is {value}, it must be above {limits['gt']}", f"Use a number above {limits['gt']}."
+        case "less_than_equal":
+            return f"is {value}, the most is {limits['le']}", f"Use {limits['le']} or less."
+        case "less_than":
+            return f"is {value}, it must be below {limits['lt']}", f"Use a number below {limits['lt']}."
+        case "int_parsing" | "int_from_float" | "int_type":
+            return f"is {value}, which is not a whole number", "Write digits only, such as 16."
+        case "float_parsing" | "float_type" | "finite_number":
+            return f"is {value}, which is not a number", "Write digits and a point, such as 0.0002 or 2e-4."
+        case "literal_error":
+            return f"is {value}, which is not a choice", f"Choose {limits['expected']}."
+        case "string_too_long":
+            return f"has {len(item['input'])} characters, the most is {limits['max_length']}", "Shorten it."
+        case "string_too_short" | "too_short":
+            return "is empty", "Give it a value."
+        case "string_pattern_mismatch":
+            return f"is {value}, which names no device", "Choose auto, cpu, mps, or a card such as cuda:0 or xpu:0."
+        case "value_error":
+            return f"is {value}, but {limits['error']}", "Give it a value of its own kind."
+    return f"is {value}, which has the wrong form ({item['msg'].lower()})", "Change it."
 
 
 def _is_field_name(part: int | str) -> bool:

@@ -1,0 +1,147 @@
+"""RunConfig: exact round trips, every problem at once, nothing silently accepted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vramfit.config import RunConfig
+from vramfit.errors import ConfigError
+
+FULL: dict[str, Any] = {
+    "name": "Größe 大",
+    "method": "lora",
+    "device": "cuda:1",
+    "seed": 7,
+    "model": {"source": "/a b/model"},
+    "data": {"paths": ["a.json", "b.json"], "columns": {"prompt": "q"}, "max_length": 512, "trained_on": "assistant"},
+    "adapter": {"rank": 8, "alpha": 32, "targets": ["q_proj"]},
+    "schedule": {"max_steps": 50, "learning_rate": 2e-5, "shape": "linear"},
+    "memory": {"budget_gib": 11.5, "micro_batch": 2, "activations": "recompute"},
+    "output": {"checkpoint_every": 5, "prompts": ["Once"], "export": "merged"},
+}
+
+
+def problems_of(values: dict[str, Any]) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.parse(values)
+    return {problem.field: f"{problem.what} {problem.remedy}" for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize("values", [{}, FULL])
+def test_round_trips_through_json_and_yaml(values: dict[str, Any], tmp_path: Path) -> None:
+    config = RunConfig.parse(values)
+    assert RunConfig.from_json(config.to_json()) == config
+    file = tmp_path / "run.yaml"
+    file.write_text(config.to_yaml(), encoding="utf-8")
+    assert RunConfig.from_file(file) == config
+
+
+@given(
+    steps=st.integers(1, 10**8),
+    rate=st.floats(1e-9, 10),
+    share=st.floats(0, 0.5),
+    name=st.text(max_size=120),
+    prompts=st.lists(st.text(max_size=40), max_size=3),
+)
+def test_any_valid_config_round_trips(steps: int, rate: float, share: float, name: str, prompts: list[str]) -> None:
+    config = RunConfig.parse(
+        {
+            "name": name,
+            "schedule": {"max_steps": steps, "learning_rate": rate},
+            "data": {"eval_share": share},
+            "output": {"prompts": prompts},
+        }
+    )
+    assert RunConfig.from_json(config.to_json()) == config
+
+
+def test_a_byte_order_mark_in_the_file_is_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_bytes(b"\xef\xbb\xbfseed: 3\n")
+    assert RunConfig.from_file(file).seed == 3
+
+
+def test_all_problems_are_reported_together() -> None:
+    found = problems_of(
+        {"seed": -1, "schedule": {"learning_rate": 0, "epochs": "many"}, "memory": {"micro_batch": 0}, "colour": 1}
+    )
+    assert set(found) == {"seed", "schedule.learning_rate", "schedule.epochs", "memory.micro_batch", "colour"}
+    assert found["memory.micro_batch"] == "memory.micro_batch is 0, the least is 1 Use 1 or more."
+
+
+@pytest.mark.parametrize(("text", "rate"), [("2e-5", 2e-5), ("'2e-5'", 2e-5), ("2.0e-5", 2e-5), ("0.00002", 2e-5)])
+def test_case_101_learning_rate_as_people_write_it(tmp_path: Path, text: str, rate: float) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"schedule:\n  learning_rate: {text}\n", encoding="utf-8")
+    assert RunConfig.from_file(file).schedule.learning_rate == rate
+
+
+@pytest.mark.parametrize("text", ["'1,5e-4'", "''", "nan", ".nan", ".inf", "true"])
+def test_case_101_a_rate_that_is_no_number_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"schedule:\n  learning_rate: {text}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"schedule\.learning_rate"):
+        RunConfig.from_file(file)
+
+
+@pytest.mark.parametrize("device", ["0", "cuda", "gpu:1", "cuda:x", ""])
+def test_case_156_devices_have_one_written_form(device: str) -> None:
+    assert "device" in problems_of({"device": device})
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"method": "lora"}, "method"),
+        ({"method": "full", "model": {"source": "m"}, "output": {"export": "merged"}}, "output.export"),
+        ({"output": {"export": "adapter"}}, "output.export"),
+        ({"data": {"paths": ["starter:poems"]}}, "data.paths"),
+        ({"data": {"paths": []}}, "data.paths"),
+    ],
+)
+def test_contradictions_between_fields_are_named(values: dict[str, Any], field: str) -> None:
+    assert field in problems_of(values)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"a: [1, 2\n", "line 2"),
+        (b"just text", "no settings"),
+        (b"", "no settings"),
+        (b"\xff\xfe\x00", "UTF-8"),
+        (b"- 1\n- 2\n", "no settings"),
+    ],
+)
+def test_a_file_that_is_no_config_says_so(tmp_path: Path, content: bytes, words: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
+        RunConfig.from_file(file)
+
+
+def test_a_missing_file_and_a_folder_say_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no file"):
+        RunConfig.from_file(tmp_path / "absent.yaml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        RunConfig.from_file(tmp_path)
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        RunConfig().seed = 1  # type: ignore[misc]
+
+
+def test_a_newer_version_is_refused() -> None:
+    assert "version" in problems_of({"version": 2})
+
+
+def test_alpha_is_twice_the_rank_unless_given() -> None:
+    base = {"method": "lora", "model": {"source": "m"}}
+    assert RunConfig.parse(base | {"adapter": {"rank": 8}}).lora_alpha == 16
+    assert RunConfig.parse(base | {"adapter": {"rank": 8, "alpha": 4}}).lora_alpha == 4
