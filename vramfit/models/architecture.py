@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
+
+from vramfit.errors import ModelError
+from vramfit.models import families
+from vramfit.models.families import Family
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Mixture-of-experts facts of the blocks that have them. Widths are of one branch of one expert."""
+    """Mixture-of-experts facts of the blocks that have them. Widths are of one branch of one expert.
+
+    Blocks before `first_moe_layer`, those in `dense_layers`, and all but each `every`-th have a plain MLP.
+    """
 
     count: int
     active: int
@@ -16,17 +26,50 @@ class Experts:
     shared_width: int = 0
     first_moe_layer: int = 0
     every: int = 1
+    dense_layers: tuple[int, ...] = ()
+    shared_gate: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
+
+    def at(self, layer: int) -> bool:
+        """Whether the block `layer` (from 0) has experts."""
+        return layer >= self.first_moe_layer and (layer + 1) % self.every == 0 and layer not in self.dense_layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek): ranks and head parts."""
+    """Multi-head latent attention (DeepSeek): ranks and head parts. A `q_rank` of 0 is a direct query projection."""
 
     q_rank: int
     kv_rank: int
     rope_dim: int
     nope_dim: int
     value_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """One weight matrix of a block: `outputs` rows of `inputs` numbers, plus a bias, `copies` times.
+
+    `module` is False for matrices that are not modules of their own (experts kept in one tensor, routers): adapters do
+    not reach those.
+    """
+
+    name: str
+    part: Literal["attention", "mlp", "expert", "shared", "router"]
+    inputs: int
+    outputs: int
+    bias: bool = False
+    copies: int = 1
+    module: bool = True
+
+    @property
+    def weights(self) -> int:
+        return self.inputs * self.outputs * self.copies
+
+    @property
+    def params(self) -> int:
+        return self.weights + (self.outputs * self.copies if self.bias else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +87,19 @@ class Architecture:
     vocab_size: int
     max_position: int
     mlp: Literal["gated", "plain"] = "gated"
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    activation: str = "silu"
+    norm: Literal["rmsnorm", "layernorm", "layernorm_nobias", "layernorm_noaffine"] = "rmsnorm"
+    position: Literal["rope", "learned", "alibi"] = "rope"
     tied_embeddings: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
     qk_norm: Literal["none", "per_head", "per_head_distinct", "full"] = "none"
+    qk_norm_bias: bool = False
     norms_per_layer: int = 2
+    parallel_residual: bool = False
+    attn_sinks: bool = False
     final_norm: bool = True
     embed_norm: bool = False
     learned_positions: int = 0
@@ -63,3 +111,471 @@ class Architecture:
     latent: LatentAttention | None = None
     extra_params: int = 0
     published_params: int | None = None
+
+    @property
+    def q_width(self) -> int:
+        """Features of all query heads together."""
+        if self.latent:
+            return self.heads * (self.latent.nope_dim + self.latent.rope_dim)
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Features of all key heads together (as many for the values)."""
+        return self.q_width if self.latent else self.kv_heads * self.head_dim
+
+    @property
+    def attention_out_width(self) -> int:
+        """Features that enter the attention's output projection."""
+        return self.heads * self.latent.value_dim if self.latent else self.q_width
+
+    @cached_property
+    def moe_layers(self) -> int:
+        """How many blocks have experts."""
+        return sum(self.experts.at(layer) for layer in range(self.layers)) if self.experts else 0
+
+    @cached_property
+    def params(self) -> int:
+        """All parameters, a tied head counted once."""
+        return self._outside_params + sum(self.params_of_block(layer) for layer in range(self.layers))
+
+    @cached_property
+    def active_params(self) -> int:
+        """Parameters that one token passes: all but the experts it is not sent to."""
+        return self.params - self.moe_layers * self._sleeping_params
+
+    @cached_property
+    def block_params(self) -> int:
+        """Parameters of the largest block: the unit of streaming and recompute."""
+        return max(self.params_of_block(layer) for layer in range(self.layers))
+
+    @property
+    def embedding_params(self) -> int:
+        """The token embedding."""
+        return self.vocab_size * (self.embed_proj_dim or self.hidden_size)
+
+    @property
+    def head_params(self) -> int:
+        """The matrix that makes logits, whether or not it is the embedding's own."""
+        return self.vocab_size * (self.embed_proj_dim or self.hidden_size)
+
+    def params_of_block(self, layer: int) -> int:
+        """Parameters of block `layer` (from 0)."""
+        linears = sum(linear.params for linear in self.linears(layer))
+        return linears + self._norm_params_of_block
+
+    def linears(self, layer: int) -> tuple[Linear, ...]:
+        """Every weight matrix of block `layer`, in the order of the forward pass."""
+        return self._moe_linears if self.experts and self.experts.at(layer) else self._dense_linears
+
+    @cached_property
+    def _dense_linears(self) -> tuple[Linear, ...]:
+        return self._attention_linears + self._mlp_linears(self.mlp_width, "mlp")
+
+    @cached_property
+    def _moe_linears(self) -> tuple[Linear, ...]:
+        return self._attention_linears + self._expert_linears()
+
+    @property
+    def _sleeping_params(self) -> int:
+        """Expert parameters of one block that a token does not pass."""
+        if self.experts is None:
+            return 0
+        own = sum(linear.params for linear in self._moe_linears if linear.part == "expert")
+        return own // self.experts.count * (self.experts.count - self.experts.active)
+
+    @cached_property
+    def _attention_linears(self) -> tuple[Linear, ...]:
+        hidden, names = self.hidden_size, families.family(self.family)
+        out = Linear(
+            name=names.out, part="attention", inputs=self.attention_out_width, outputs=hidden, bias=self.out_bias
+        )
+        if self.latent:
+            return (*self._latent_linears(self.latent), out)
+        widths = (self.q_width, self.kv_width, self.kv_width)
+        if len(names.qkv) == 1:
+            widths = (sum(widths),)  # type: ignore[assignment]
+        return (
+            *(
+                Linear(name=name, part="attention", inputs=hidden, outputs=width, bias=self.qkv_bias)
+                for name, width in zip(names.qkv, widths, strict=True)
+            ),
+            out,
+        )
+
+    def _latent_linears(self, latent: LatentAttention) -> tuple[Linear, ...]:
+        """q through a low rank or directly; one low rank for keys and values, with the shared rotary part beside it."""
+        hidden, bias = self.hidden_size, self.qkv_bias
+
+        def linear(name: str, inputs: int, outputs: int, bias: bool = False) -> Linear:
+            return Linear(name=name, part="attention", inputs=inputs, outputs=outputs, bias=bias)
+
+        query = (linear("q_proj", hidden, self.q_width),)
+        if latent.q_rank:
+            query = (
+                linear("q_a_proj", hidden, latent.q_rank, bias),
+                linear("q_b_proj", latent.q_rank, self.q_width),
+            )  # type: ignore[assignment]
+        key_value_width = self.heads * (latent.nope_dim + latent.value_dim)
+        return (
+            *query,
+            linear("kv_a_proj_with_mqa", hidden, latent.kv_rank + latent.rope_dim, bias),
+            linear("kv_b_proj", latent.kv_rank, key_value_width),
+        )
+
+    def _mlp_linears(
+        self, width: int, part: Literal["mlp", "expert", "shared"], *, bias: bool | None = None, copies: int = 1
+    ) -> tuple[Linear, ...]:
+        hidden, names = self.hidden_size, families.family(self.family)
+        bias = self.mlp_bias if bias is None else bias
+        branches = 2 if self.mlp == "gated" else 1
+        up = names.up if len(names.up) <= branches else names.up[1:]
+        each = width * branches // len(up)
+        fused = part == "expert"
+        return (
+            *(
+                Linear(
+                    name=name,
+                    part=part,
+                    inputs=hidden,
+                    outputs=each,
+                    bias=bias,
+                    copies=copies,
+                    module=not fused,
+                )
+                for name in up
+            ),
+            Linear(
+                name=names.down, part=part, inputs=width, outputs=hidden, bias=bias, copies=copies, module=not fused
+            ),
+        )
+
+    def _expert_linears(self) -> tuple[Linear, ...]:
+        experts = self.experts
+        if experts is None:
+            raise AssertionError("only blocks with experts have expert matrices")
+        router = Linear(
+            name="gate",
+            part="router",
+            inputs=self.hidden_size,
+            outputs=experts.count,
+            bias=experts.router_bias,
+            module=False,
+        )
+        own = self._mlp_linears(experts.expert_width, "expert", bias=experts.expert_bias, copies=experts.count)
+        if not experts.shared_width:
+            return (router, *own)
+        shared = self._mlp_linears(experts.shared_width, "shared")
+        gate = Linear(name="shared_expert_gate", part="shared", inputs=self.hidden_size, outputs=1)
+        return (router, *own, *shared, *((gate,) if experts.shared_gate else ()))
+
+    def _norm_width(self, width: int) -> int:
+        """Parameters of one norm over `width` features."""
+        return {"rmsnorm": 1, "layernorm": 2, "layernorm_nobias": 1, "layernorm_noaffine": 0}[self.norm] * width
+
+    @property
+    def _norm_params_of_block(self) -> int:
+        block = self.norms_per_layer * self._norm_width(self.hidden_size)
+        qk = {
+            "none": 0,
+            "per_head": 2 * self.head_dim,
+            "per_head_distinct": self.q_width + self.kv_width,
+            "full": self.q_width + self.kv_width,
+        }[self.qk_norm]
+        latent = (self.latent.q_rank + self.latent.kv_rank) if self.latent else 0
+        return block + qk * (2 if self.qk_norm_bias else 1) + latent + (self.heads if self.attn_sinks else 0)
+
+    @property
+    def _outside_params(self) -> int:
+        """Everything that is not in a block."""
+        hidden = self.hidden_size
+        projections = 2 * hidden * self.embed_proj_dim if self.embed_proj_dim else 0
+        norms = (self.final_norm + self.embed_norm) * self._norm_width(hidden)
+        head = 0 if self.tied_embeddings else self.head_params
+        bias = self.vocab_size if self.head_bias else 0
+        positions = self.learned_positions * hidden
+        return self.embedding_params + positions + projections + norms + head + bias + self.extra_params
+
+
+def from_config(values: Mapping[str, Any], name: str) -> Architecture:
+    """The architecture a config.json describes. `name` is how messages call the model.
+
+    Raises ModelError: no or unknown model_type, a field that is missing or no positive number, a checkpoint whose
+    weights are stored in a form that cannot be trained (GPTQ, AWQ), or a model that is not a decoder.
+    """
+    if not isinstance(values, Mapping):
+        raise ModelError(f"config.json of {name} holds no settings", "Download the model's folder again.")
+    _refuse_untrainable(values, name)
+    model_type = values.get("model_type")
+    if isinstance(values.get("text_config"), Mapping):
+        values = {
+            "model_type": model_type,
+            "tie_word_embeddings": values.get("tie_word_embeddings"),
+            **values["text_config"],
+        }
+        model_type = values.get("model_type")
+    family_name = families.ALIASES.get(str(model_type), str(model_type))
+    if family_name not in families.FAMILIES:
+        raise _unknown_family(model_type, name)
+    return _Reader(values, family_name, name).architecture()
+
+
+def _refuse_untrainable(values: Mapping[str, Any], name: str) -> None:
+    if values.get("is_encoder_decoder") is True:
+        raise ModelError(
+            f"{name} is an encoder-decoder, and VRAMFit trains decoders", "Choose a decoder such as Llama or Qwen."
+        )
+    quantization = values.get("quantization_config")
+    if not isinstance(quantization, Mapping):
+        return
+    method = str(quantization.get("quant_method", "unknown")).lower()
+    if method in ("bitsandbytes",):
+        return
+    raise ModelError(
+        f"{name} is stored quantised with {method.upper()}: its packed integers have no gradient, so they cannot be "
+        "trained",
+        "Choose the original 16-bit model; for little memory choose the method qlora, which quantises it itself.",
+    )
+
+
+def _unknown_family(model_type: object, name: str) -> ModelError:
+    if model_type is None:
+        return ModelError(
+            f"config.json of {name} does not say its model_type", "Give a folder in Hugging Face format of a decoder."
+        )
+    if model_type in families.OWN_CODE:
+        return ModelError(
+            f"{name} has model_type {model_type!r}, which only loads with code from its own folder, and VRAMFit never "
+            "runs that",
+            "Choose a converted copy in Llama format, or another model.",
+        )
+    known = ", ".join(sorted(families.FAMILIES))
+    return ModelError(
+        f"{name} has model_type {model_type!r}, which VRAMFit does not know", f"Choose a model of one of: {known}."
+    )
+
+
+class _Reader:
+    """Reads one family's config.json, naming the field in every complaint."""
+
+    def __init__(self, values: Mapping[str, Any], family_name: str, name: str) -> None:
+        self.values, self.family_name, self.name = values, family_name, name
+        self.family: Family = families.FAMILIES[family_name]
+
+    def architecture(self) -> Architecture:
+        """All fields, then what only this family has."""
+        hidden, heads = self.number("hidden_size"), self.number("heads")
+        special = _SPECIAL.get(self.family_name, _nothing)(self, hidden)
+        fields: dict[str, Any] = {
+            "kv_heads": self.number("kv_heads", default=heads),
+            "head_dim": self._head_dim(hidden, heads),
+            "mlp_width": self.number("mlp_width", default=4 * hidden) if "mlp_width" not in special else 0,
+            "activation": str(self.values.get(self.key("activation")) or "silu"),
+            "tied_embeddings": self.tied(),
+            "sliding_window": self._sliding_window(),
+            "logit_softcap": self.values.get("final_logit_softcapping"),
+            "attn_softcap": self.values.get("attn_logit_softcapping"),
+            "latent": self._latent() if self.family.latent else None,
+            "experts": self._experts(self.family.experts) if self.family.experts else None,
+            **self.family.facts,
+            **{field: self.switch(key, default) for field, (key, default) in self.family.switches.items()},
+            **special,
+        }
+        architecture = Architecture(
+            name=self.name,
+            family=self.family_name,
+            hidden_size=hidden,
+            layers=self.number("layers"),
+            heads=heads,
+            vocab_size=self.number("vocab_size"),
+            max_position=self.number("max_position", default=2048),
+            **fields,
+        )
+        self._check_heads(architecture)
+        return architecture
+
+    def key(self, field: str) -> str:
+        """The config.json key of an Architecture field; "" when this family has none."""
+        return self.family.keys.get(field, families.USUAL_KEYS[field])
+
+    def number(self, field: str, *, default: int | None = None) -> int:
+        """A positive whole number under the family's key for `field`."""
+        key = self.key(field)
+        return self.at(key, default=default) if key else self._default(field, default)
+
+    def _default(self, key: str, default: int | None) -> int:
+        if default is None:
+            raise self.wrong(key, "is missing")
+        return default
+
+    def at(self, key: str, *, default: int | None = None, zero: bool = False) -> int:
+        """A whole number above 0 (or 0 and up) under `key`; null and absent mean `default`."""
+        value = self.values.get(key)
+        if value is None:
+            return self._default(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise self.wrong(key, f"is {value!r}, not a number")
+        if value != int(value) or value < (0 if zero else 1) or value > 2**40:
+            least = "0 or more" if zero else "a whole number above 0"
+            raise self.wrong(key, f"is {value!r}, and it must be {least}")
+        return int(value)
+
+    def switch(self, key: str, default: bool) -> bool:
+        """A yes-or-no setting; null and absent mean `default`."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, (bool, int)):
+            raise self.wrong(key, f"is {value!r}, not true or false")
+        return bool(value)
+
+    def tied(self) -> bool:
+        return self.switch("tie_word_embeddings", self.family.tied)
+
+    def wrong(self, key: str, problem: str) -> ModelError:
+        return ModelError(
+            f"config.json of {self.name} ({self.family_name}): {key} {problem}",
+            "Download the model's folder again, or correct the file.",
+        )
+
+    def _head_dim(self, hidden: int, heads: int) -> int:
+        key = self.key("head_dim")
+        if self.values.get(key) is not None:
+            return self.at(key)
+        if self.family.latent:
+            return self.at("qk_nope_head_dim") + self.at("qk_rope_head_dim")
+        if hidden % heads:
+            raise self.wrong(self.key("hidden_size"), f"is {hidden}, which {heads} heads do not divide")
+        return hidden // heads
+
+    def _check_heads(self, architecture: Architecture) -> None:
+        if architecture.heads % architecture.kv_heads:
+            raise self.wrong(
+                self.key("kv_heads") or "kv heads",
+                f"is {architecture.kv_heads}, which does not divide the {architecture.heads} heads",
+            )
+        experts = architecture.experts
+        if experts and self.family.experts and experts.active > experts.count:
+            raise self.wrong(self.family.experts.active, f"is {experts.active}, but there are {experts.count} experts")
+
+    def _sliding_window(self) -> int | None:
+        if self.values.get("sliding_window") is None or self.values.get("use_sliding_window") is False:
+            return None
+        return self.at("sliding_window", zero=True) or None
+
+    def _latent(self) -> LatentAttention:
+        return LatentAttention(
+            q_rank=self.at("q_lora_rank", default=0, zero=True),
+            kv_rank=self.at("kv_lora_rank"),
+            rope_dim=self.at("qk_rope_head_dim"),
+            nope_dim=self.at("qk_nope_head_dim"),
+            value_dim=self.at("v_head_dim"),
+        )
+
+    def _experts(self, keys: families.ExpertKeys) -> Experts | None:
+        count_key = next((key for key in (keys.count, *_EXPERT_COUNTS) if key in self.values), keys.count)
+        if self.at(count_key, zero=True) == 0:
+            return None
+        width = self.at(keys.width)
+        shared = self.at(keys.shared_width, default=0, zero=True) if keys.shared_width else 0
+        if keys.shared_count:
+            shared = width * self.at(keys.shared_count, default=0, zero=True)
+        dense = self.values.get(keys.dense_layers) or () if keys.dense_layers else ()
+        return Experts(
+            count=self.at(count_key),
+            active=self.at(keys.active),
+            expert_width=width,
+            shared_width=shared,
+            first_moe_layer=self.at(keys.first_dense, default=0, zero=True) if keys.first_dense else 0,
+            every=self.at(keys.every, default=1) if keys.every else 1,
+            dense_layers=tuple(int(layer) for layer in dense),
+            **keys.facts,
+        )
+
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""The same number under the names that newer and older writers of a family give it."""
+
+
+def _nothing(reader: _Reader, hidden: int) -> dict[str, Any]:
+    return {}
+
+
+def _gpt2(reader: _Reader, hidden: int) -> dict[str, Any]:
+    return {"position": "learned", "learned_positions": reader.number("max_position")}
+
+
+def _gpt_bigcode(reader: _Reader, hidden: int) -> dict[str, Any]:
+    multi_query = {"kv_heads": 1} if reader.switch("multi_query", True) else {}
+    return {**_gpt2(reader, hidden), **multi_query}
+
+
+def _opt(reader: _Reader, hidden: int) -> dict[str, Any]:
+    """OPT's position table has two rows more; its 350M embeds in a narrower space and has no final norm."""
+    narrow = reader.at("word_embed_proj_dim", default=hidden)
+    ends_with_norm = reader.switch("do_layer_norm_before", True) and not reader.switch(
+        "_remove_final_layer_norm", False
+    )
+    return {
+        "position": "learned",
+        "learned_positions": reader.number("max_position") + 2,
+        "embed_proj_dim": narrow if narrow != hidden else None,
+        "final_norm": ends_with_norm,
+    }
+
+
+def _falcon(reader: _Reader, hidden: int) -> dict[str, Any]:
+    """Three generations: one kv head; all heads (rw); grouped kv heads with two norms (40B and later)."""
+    heads = reader.number("heads")
+    new = reader.switch("new_decoder_architecture", False)
+    parallel = reader.switch("parallel_attn", True) or new
+    kv_heads = 1 if reader.switch("multi_query", True) else heads
+    norms = reader.at("num_ln_in_parallel_attn", default=2) if new else (1 if parallel else 2)
+    return {
+        "kv_heads": reader.at("num_kv_heads", default=heads) if new else kv_heads,
+        "norms_per_layer": norms,
+        "parallel_residual": parallel,
+        "position": "alibi" if reader.switch("alibi", False) else "rope",
+    }
+
+
+def _mpt(reader: _Reader, hidden: int) -> dict[str, Any]:
+    return {"mlp_width": hidden * reader.at("expansion_ratio", default=4)}
+
+
+def _phi(reader: _Reader, hidden: int) -> dict[str, Any]:
+    if not reader.switch("qk_layernorm", False):
+        return {}
+    return {"qk_norm": "per_head", "qk_norm_bias": True}
+
+
+def _stablelm(reader: _Reader, hidden: int) -> dict[str, Any]:
+    parallel = reader.switch("use_parallel_residual", False)
+    return {
+        "parallel_residual": parallel,
+        "norms_per_layer": 1 if parallel else 2,
+        "qk_norm": "per_head_distinct" if reader.switch("qk_layernorm", False) else "none",
+    }
+
+
+def _cohere(reader: _Reader, hidden: int) -> dict[str, Any]:
+    return {"qk_norm": "per_head_distinct" if reader.switch("use_qk_norm", False) else "none"}
+
+
+def _glm4_moe(reader: _Reader, hidden: int) -> dict[str, Any]:
+    return {"qk_norm": "per_head" if reader.switch("use_qk_norm", False) else "none"}
+
+
+_SPECIAL = {
+    "gpt2": _gpt2,
+    "gpt_bigcode": _gpt_bigcode,
+    "gpt_neo": _gpt2,
+    "opt": _opt,
+    "falcon": _falcon,
+    "mpt": _mpt,
+    "phi": _phi,
+    "stablelm": _stablelm,
+    "cohere": _cohere,
+    "glm4_moe": _glm4_moe,
+}
+"""What a table of keys cannot say."""

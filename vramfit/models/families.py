@@ -1,0 +1,305 @@
+"""How each model family writes its config.json: the one table of keys, fixed facts and module names.
+
+Names on the left are fields of Architecture. Only what differs from the usual is written down; the usual keys are
+Llama's. Families are called by their `model_type`. Source of every row: the configuration and modelling file of that family in
+`transformers`; a test builds tiny models of these families and compares parameter counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+USUAL_KEYS: Final[Mapping[str, str]] = {
+    "hidden_size": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "mlp_width": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "max_position": "max_position_embeddings",
+    "activation": "hidden_act",
+}
+
+GPT2_KEYS: Final[Mapping[str, str]] = {
+    "hidden_size": "n_embd",
+    "layers": "n_layer",
+    "heads": "n_head",
+    "kv_heads": "",
+    "mlp_width": "n_inner",
+    "max_position": "n_positions",
+    "activation": "activation_function",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertKeys:
+    """Where a mixture-of-experts family keeps its numbers; "" where it has no such key."""
+
+    count: str = "num_experts"
+    active: str = "num_experts_per_tok"
+    width: str = "intermediate_size"
+    shared_count: str = ""
+    shared_width: str = ""
+    first_dense: str = ""
+    every: str = ""
+    dense_layers: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One model_type. `keys` renames, `facts` are fixed, `switches` are booleans of the config with their default.
+
+    `tied` is `tie_word_embeddings` when the file does not say. The last four are names of linear modules, as LoRA
+    targets call them; one fused projection has one name.
+    """
+
+    keys: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    switches: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
+    tied: bool = False
+    experts: ExpertKeys | None = None
+    latent: bool = False
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    out: str = "o_proj"
+    up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+
+
+_BIASED: Final = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+_LAYERNORM_PLAIN: Final = {"norm": "layernorm", "mlp": "plain"}
+_ATTENTION_BIAS: Final = {"qkv_bias": ("attention_bias", False), "out_bias": ("attention_bias", False)}
+_LLAMA_SWITCHES: Final = {**_ATTENTION_BIAS, "mlp_bias": ("mlp_bias", False)}
+_DEEPSEEK_EXPERTS: Final = ExpertKeys(
+    count="n_routed_experts",
+    width="moe_intermediate_size",
+    shared_count="n_shared_experts",
+    first_dense="first_k_dense_replace",
+)
+_DEEPSEEK_V3_EXPERTS: Final = ExpertKeys(
+    count="n_routed_experts",
+    width="moe_intermediate_size",
+    shared_count="n_shared_experts",
+    first_dense="first_k_dense_replace",
+    facts={"router_bias": True},
+)
+_LOCAL_EXPERTS: Final = ExpertKeys(count="num_local_experts")
+
+FAMILIES: Final[Mapping[str, Family]] = {
+    "llama": Family(switches=_LLAMA_SWITCHES),
+    "mistral": Family(),
+    "ministral": Family(),
+    "ministral3": Family(),
+    "smollm3": Family(switches=_LLAMA_SWITCHES, tied=True),
+    "seed_oss": Family(
+        switches={
+            "qkv_bias": ("attention_bias", True),
+            "out_bias": ("attention_out_bias", False),
+            "mlp_bias": ("mlp_bias", False),
+        }
+    ),
+    "granite": Family(switches=_LLAMA_SWITCHES),
+    "granitemoe": Family(switches=_ATTENTION_BIAS, experts=_LOCAL_EXPERTS),
+    "qwen2": Family(facts={"qkv_bias": True}),
+    "qwen3": Family(facts={"qk_norm": "per_head"}, switches=_ATTENTION_BIAS),
+    "qwen2_moe": Family(
+        facts={"qkv_bias": True},
+        experts=ExpertKeys(
+            width="moe_intermediate_size",
+            shared_width="shared_expert_intermediate_size",
+            every="decoder_sparse_step",
+            dense_layers="mlp_only_layers",
+            facts={"shared_gate": True},
+        ),
+    ),
+    "qwen3_moe": Family(
+        facts={"qk_norm": "per_head"},
+        switches=_ATTENTION_BIAS,
+        experts=ExpertKeys(width="moe_intermediate_size", every="decoder_sparse_step", dense_layers="mlp_only_layers"),
+    ),
+    "mixtral": Family(experts=_LOCAL_EXPERTS),
+    "olmoe": Family(facts={"qk_norm": "full"}, switches=_ATTENTION_BIAS, experts=ExpertKeys()),
+    "phimoe": Family(
+        facts={"norm": "layernorm"},
+        switches={**_ATTENTION_BIAS, "head_bias": ("lm_head_bias", False)},
+        experts=_LOCAL_EXPERTS,
+    ),
+    "gpt_oss": Family(
+        facts={"attn_sinks": True},
+        switches={"qkv_bias": ("attention_bias", True), "out_bias": ("attention_bias", True)},
+        experts=ExpertKeys(count="num_local_experts", facts={"router_bias": True, "expert_bias": True}),
+    ),
+    "deepseek_v2": Family(switches=_ATTENTION_BIAS, latent=True, experts=_DEEPSEEK_EXPERTS),
+    "deepseek_v3": Family(switches=_ATTENTION_BIAS, latent=True, experts=_DEEPSEEK_V3_EXPERTS),
+    "glm4_moe_lite": Family(switches=_ATTENTION_BIAS, latent=True, experts=_DEEPSEEK_V3_EXPERTS),
+    "glm4_moe": Family(switches={"qkv_bias": ("attention_bias", False)}, experts=_DEEPSEEK_V3_EXPERTS),
+    "glm": Family(switches={"qkv_bias": ("attention_bias", False)}, up=("gate_up_proj",)),
+    "glm4": Family(
+        facts={"norms_per_layer": 4}, switches={"qkv_bias": ("attention_bias", False)}, up=("gate_up_proj",)
+    ),
+    "gemma": Family(tied=True, switches=_ATTENTION_BIAS, keys={"activation": "hidden_act"}),
+    "gemma2": Family(
+        tied=True,
+        facts={"norms_per_layer": 4},
+        switches=_ATTENTION_BIAS,
+        keys={"activation": "hidden_activation"},
+    ),
+    "gemma3_text": Family(
+        tied=True,
+        facts={"norms_per_layer": 4, "qk_norm": "per_head"},
+        switches=_ATTENTION_BIAS,
+        keys={"activation": "hidden_activation"},
+    ),
+    "phi": Family(
+        facts={**_LAYERNORM_PLAIN, **_BIASED, "head_bias": True, "norms_per_layer": 1, "parallel_residual": True},
+        out="dense",
+        up=("fc1",),
+        down="fc2",
+    ),
+    "phi3": Family(qkv=("qkv_proj",), up=("gate_up_proj",)),
+    "olmo": Family(facts={"norm": "layernorm_noaffine"}, switches=_ATTENTION_BIAS),
+    "olmo2": Family(facts={"qk_norm": "full"}, switches=_ATTENTION_BIAS),
+    "olmo3": Family(facts={"qk_norm": "full"}, switches=_ATTENTION_BIAS),
+    "cohere": Family(
+        tied=True,
+        facts={"norm": "layernorm_nobias", "norms_per_layer": 1, "parallel_residual": True},
+        switches=_ATTENTION_BIAS,
+    ),
+    "cohere2": Family(
+        tied=True,
+        facts={"norm": "layernorm_nobias", "norms_per_layer": 1, "parallel_residual": True},
+        switches=_ATTENTION_BIAS,
+    ),
+    "stablelm": Family(facts={"norm": "layernorm"}, switches={"qkv_bias": ("use_qkv_bias", False)}),
+    "starcoder2": Family(
+        tied=True,
+        facts=_LAYERNORM_PLAIN,
+        switches={"qkv_bias": ("use_bias", True), "out_bias": ("use_bias", True), "mlp_bias": ("use_bias", True)},
+        up=("c_fc",),
+        down="c_proj",
+    ),
+    "nemotron": Family(facts=_LAYERNORM_PLAIN, switches=_LLAMA_SWITCHES, up=("up_proj",)),
+    "gpt2": Family(
+        tied=True,
+        keys=GPT2_KEYS,
+        facts={**_LAYERNORM_PLAIN, **_BIASED},
+        qkv=("c_attn",),
+        out="c_proj",
+        up=("c_fc",),
+        down="c_proj",
+    ),
+    "gpt_bigcode": Family(
+        tied=True,
+        keys=GPT2_KEYS,
+        facts={**_LAYERNORM_PLAIN, **_BIASED},
+        qkv=("c_attn",),
+        out="c_proj",
+        up=("c_fc",),
+        down="c_proj",
+    ),
+    "gptj": Family(
+        keys=GPT2_KEYS,
+        facts={
+            **_LAYERNORM_PLAIN,
+            "mlp_bias": True,
+            "head_bias": True,
+            "norms_per_layer": 1,
+            "parallel_residual": True,
+        },
+        out="out_proj",
+        up=("fc_in",),
+        down="fc_out",
+    ),
+    "gpt_neo": Family(
+        tied=True,
+        keys={"layers": "num_layers", "heads": "num_heads", "kv_heads": "", "activation": "activation_function"},
+        facts={**_LAYERNORM_PLAIN, "out_bias": True, "mlp_bias": True},
+        out="out_proj",
+        up=("c_fc",),
+        down="c_proj",
+    ),
+    "gpt_neox": Family(
+        facts={**_LAYERNORM_PLAIN, "mlp_bias": True},
+        keys={"kv_heads": ""},
+        switches={
+            "qkv_bias": ("attention_bias", True),
+            "out_bias": ("attention_bias", True),
+            "parallel_residual": ("use_parallel_residual", True),
+        },
+        qkv=("query_key_value",),
+        out="dense",
+        up=("dense_h_to_4h",),
+        down="dense_4h_to_h",
+    ),
+    "opt": Family(
+        tied=True,
+        keys={"mlp_width": "ffn_dim", "kv_heads": "", "activation": "activation_function"},
+        facts=_LAYERNORM_PLAIN,
+        switches={
+            "qkv_bias": ("enable_bias", True),
+            "out_bias": ("enable_bias", True),
+            "mlp_bias": ("enable_bias", True),
+        },
+        out="out_proj",
+        up=("fc1",),
+        down="fc2",
+    ),
+    "bloom": Family(
+        tied=True,
+        keys={"layers": "n_layer", "heads": "n_head", "kv_heads": "", "mlp_width": "", "max_position": "seq_length"},
+        facts={**_LAYERNORM_PLAIN, **_BIASED, "embed_norm": True, "position": "alibi"},
+        qkv=("query_key_value",),
+        out="dense",
+        up=("dense_h_to_4h",),
+        down="dense_4h_to_h",
+    ),
+    "falcon": Family(
+        tied=True,
+        keys={"kv_heads": "", "mlp_width": "ffn_hidden_size", "activation": "activation"},
+        facts=_LAYERNORM_PLAIN,
+        switches={"qkv_bias": ("bias", False), "out_bias": ("bias", False), "mlp_bias": ("bias", False)},
+        qkv=("query_key_value",),
+        out="dense",
+        up=("dense_h_to_4h",),
+        down="dense_4h_to_h",
+    ),
+    "mpt": Family(
+        tied=True,
+        keys={
+            "hidden_size": "d_model",
+            "layers": "n_layers",
+            "heads": "n_heads",
+            "kv_heads": "",
+            "mlp_width": "",
+            "max_position": "max_seq_len",
+        },
+        facts={"norm": "layernorm_nobias", "mlp": "plain", "position": "alibi"},
+        qkv=("Wqkv",),
+        out="out_proj",
+        up=("up_proj",),
+        down="down_proj",
+    ),
+}
+
+ALIASES: Final[Mapping[str, str]] = {"RefinedWeb": "falcon", "RefinedWebModel": "falcon", "gemma3": "gemma3_text"}
+"""model_types that older or multimodal checkpoints write, and the family whose decoder they hold."""
+
+OWN_CODE: Final = frozenset({"baichuan", "chatglm", "internlm", "internlm2", "qwen", "minicpm", "deepseek", "glm130b"})
+"""model_types that only load with code from the model's own folder, which VRAMFit never runs."""
+
+OWN_CODE_NAMES: Final[Mapping[str, Family]] = {
+    "baichuan": Family(qkv=("W_pack",)),
+    "chatglm": Family(qkv=("query_key_value",), out="dense", up=("dense_h_to_4h",), down="dense_4h_to_h"),
+    "internlm2": Family(qkv=("wqkv",), out="wo", up=("w1", "w3"), down="w2"),
+    "qwen": Family(qkv=("c_attn",), out="c_proj", up=("w1", "w2"), down="c_proj"),
+}
+"""Module names of those, for the catalogue's estimates."""
+
+
+def family(model_type: str) -> Family:
+    """The row of a family, or the usual (Llama's) names for one that is only in the catalogue."""
+    known = FAMILIES.get(model_type) or OWN_CODE_NAMES.get(model_type)
+    return known or Family()
