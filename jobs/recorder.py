@@ -1,0 +1,198 @@
+"""StoreRecorder: where a trainer reports. The training thread only appends to memory; one thread writes.
+
+Rows reach the file at most FLUSH_S late, also while a step takes long, or as soon as FLUSH_ROWS wait. When the
+database is locked or the disk is full, training goes on and the rows wait in memory until a retry succeeds (a row is
+a few hundred bytes: an hour of ten steps a second is about ten MB).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from vramfit.errors import UserError
+from vramfit.planning.plan import Forecast
+from vramfit.training.metrics import Evaluation, Event, PhaseProgress, StepMetrics, Telemetry, TextSample
+
+if TYPE_CHECKING:
+    from jobs.store import Store
+
+FLUSH_S: Final = 0.5
+FLUSH_ROWS: Final = 200
+PHASE_S: Final = 0.2
+LONGEST_RETRY_S: Final = 5.0
+CLOSE_S: Final = 60.0
+
+
+@dataclass
+class _Batch:
+    """What waits to be written."""
+
+    steps: list[StepMetrics] = field(default_factory=list)
+    telemetry: list[Telemetry] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    samples: list[TextSample] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    phase: PhaseProgress | None = None
+    forecast: Forecast | None = None
+
+    def values(self) -> dict[str, Any]:
+        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+
+    def __bool__(self) -> bool:
+        return any(bool(value) for value in self.values().values())
+
+    def before(self, newer: _Batch) -> _Batch:
+        """This batch with a newer one behind it."""
+        merged = _Batch()
+        for name, value in self.values().items():
+            later = getattr(newer, name)
+            setattr(merged, name, value + later if isinstance(value, list) else later if later is not None else value)
+        return merged
+
+
+class StoreRecorder:
+    """Implements vramfit.training.metrics.Recorder for one attempt of one job. Use as a context manager.
+
+    `fenced` becomes True when a newer attempt has taken over: nothing of this one is written any more.
+    """
+
+    def __init__(self, store: Store, job: int, *, attempt: int) -> None:
+        self._store, self._job, self._attempt = store, job, attempt
+        self._waiting = _Batch()
+        self._wanted_at: float | None = None  # monotonic time at which what waits must be written
+        self._phase_at = float("-inf")
+        self._last_phase: str | None = None
+        self._flushing = self._closing = False
+        self._lock = threading.Condition()
+        self._retry_s = 0.0
+        self.fenced = False
+        self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- the Recorder protocol --------------------------------------------------------------------------------
+
+    def phase(self, progress: PhaseProgress) -> None:
+        now = time.monotonic()
+        with self._lock:
+            # A new phase is shown at once, progress within one at most five times a second.
+            wait = 0.0 if progress.name != self._last_phase else max(0.0, self._phase_at + PHASE_S - now)
+            self._last_phase, self._waiting.phase = progress.name, progress
+            self._want(now + wait)
+
+    def forecast(self, forecast: Forecast) -> None:
+        with self._lock:
+            self._waiting.forecast = forecast
+            self._want(time.monotonic())
+
+    def steps(self, metrics: Sequence[StepMetrics]) -> None:
+        with self._lock:
+            self._waiting.steps.extend(metrics)
+            full = len(self._waiting.steps) >= FLUSH_ROWS
+            self._want(time.monotonic() + (0.0 if full else FLUSH_S))
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        with self._lock:
+            self._waiting.evaluations.append(evaluation)
+            self._want(time.monotonic())
+
+    def sample(self, sample: TextSample) -> None:
+        with self._lock:
+            self._waiting.samples.append(sample)
+            self._want(time.monotonic())
+
+    def event(self, event: Event) -> None:
+        with self._lock:
+            self._waiting.events.append(event)
+            self._want(time.monotonic())
+
+    def telemetry(self, reading: Telemetry) -> None:
+        with self._lock:
+            self._waiting.telemetry.append(reading)
+            self._want(time.monotonic() + (FLUSH_S if len(self._waiting.telemetry) > 1 else 0.0))
+
+    # ---- writing ----------------------------------------------------------------------------------------------
+
+    def flush(self, *, timeout_s: float = 5.0) -> bool:
+        """Wait until everything reported so far is in the store. False: not within `timeout_s`."""
+        with self._lock:
+            self._want(time.monotonic())
+            return self._lock.wait_for(self._idle, timeout_s)
+
+    def close(self, *, timeout_s: float = CLOSE_S) -> None:
+        """Write what waits and end the thread. What cannot be stored in time goes to the log, row by row."""
+        with self._lock:
+            if self._closing:
+                return
+            self._want(time.monotonic())
+            self._lock.wait_for(self._idle, timeout_s)
+            self._closing = True
+            self._lock.notify_all()
+        self._thread.join(timeout_s)
+        _log(self._waiting)
+
+    def _idle(self) -> bool:
+        return not self._waiting and not self._flushing
+
+    def _want(self, at: float) -> None:
+        """Have the thread write no later than `at`. The lock is held."""
+        self._wanted_at = at if self._wanted_at is None else min(self._wanted_at, at)
+        self._lock.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                while not self._closing and (self._wanted_at is None or self._wanted_at > time.monotonic()):
+                    self._lock.wait(None if self._wanted_at is None else self._wanted_at - time.monotonic())
+                if self._closing:
+                    return
+                batch, self._waiting = self._waiting, _Batch()
+                self._wanted_at, self._flushing = None, True
+                if batch.phase is not None:
+                    self._phase_at = time.monotonic()
+            written = self._write(batch)
+            with self._lock:
+                self._flushing = False
+                if not written:
+                    self._waiting = batch.before(self._waiting)
+                    self._wanted_at = time.monotonic() + self._retry_s
+                self._lock.notify_all()
+
+    def _write(self, batch: _Batch) -> bool:
+        if not batch or self.fenced:
+            return True
+        try:
+            self.fenced = not self._store.record(self._job, attempt=self._attempt, **batch.values())
+        except UserError as error:
+            if self._retry_s == 0.0:
+                print(f"metrics wait in memory: {error}", file=sys.stderr)
+            self._retry_s = min(LONGEST_RETRY_S, max(0.1, 2 * self._retry_s))
+            return False
+        except Exception:  # a fault of ours must not stop later rows; these are kept in the log
+            traceback.print_exc()
+            _log(batch)
+        self._retry_s = 0.0
+        return True
+
+
+def _log(batch: _Batch) -> None:
+    """The last resort for rows that could not be stored: one line of JSON each in the trainer's log."""
+    for name, rows in batch.values().items():
+        for row in rows if isinstance(rows, list) else ():
+            print(f"not stored: {name} {json.dumps(dataclasses.asdict(row))}", file=sys.stderr)

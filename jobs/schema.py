@@ -1,0 +1,165 @@
+"""The tables, as named migrations that are only ever appended, and how a connection is opened.
+
+Each migration runs in one transaction together with the record that it ran. `PRAGMA user_version` holds the number
+of migrations applied, so that an older VRAMFit refuses a newer file instead of guessing at it.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any, Final
+
+import sqlite_utils
+from sqlite_utils.migrations import Migrations
+
+from vramfit.errors import JobError
+
+BUSY_TIMEOUT_S: Final = 10.0
+migrations: Final = Migrations("vramfit")
+
+
+@migrations(name="0001_first_tables")  # type: ignore[untyped-decorator,unused-ignore]
+def _first_tables(db: Any) -> None:
+    """Jobs, what they measured, and who holds which lease. Times are Unix seconds, sizes bytes."""
+    for statement in (
+        """CREATE TABLE jobs (
+            id INTEGER PRIMARY KEY AUTOINCREMENT,
+            name TEXT NOT NULL,
+            state TEXT NOT NULL,
+            attempt INTEGER NOT NULL DEFAULT 0,
+            revision INTEGER NOT NULL DEFAULT 0,
+            position REAL NOT NULL,
+            foreground INTEGER NOT NULL DEFAULT 0,
+            config TEXT NOT NULL,
+            forecast TEXT,
+            folder TEXT NOT NULL,
+            owner TEXT,
+            phase TEXT,
+            total_steps INTEGER NOT NULL DEFAULT 0,
+            created_at REAL NOT NULL,
+            claimed_at REAL,
+            started_at REAL,
+            finished_at REAL,
+            heartbeat_at REAL,
+            stop_requested_at REAL,
+            final_loss REAL,
+            eval_loss REAL,
+            peak_allocated_bytes INTEGER,
+            export TEXT,
+            failure TEXT,
+            remedy TEXT
+        )""",
+        "CREATE INDEX jobs_by_state ON jobs (state, position, id)",
+        """CREATE TABLE metrics (
+            job INTEGER NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
+            step INTEGER NOT NULL,
+            attempt INTEGER NOT NULL,
+            time REAL NOT NULL,
+            loss REAL,
+            learning_rate REAL,
+            grad_norm REAL,
+            tokens INTEGER,
+            tokens_per_s REAL,
+            step_seconds REAL,
+            epoch REAL,
+            allocated_bytes INTEGER,
+            reserved_bytes INTEGER,
+            resident_bytes INTEGER,
+            loss_scale REAL,
+            skipped INTEGER NOT NULL DEFAULT 0,
+            PRIMARY KEY (job, step)
+        ) WITHOUT ROWID""",
+        """CREATE TABLE telemetry (
+            job INTEGER NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
+            number INTEGER NOT NULL,
+            time REAL NOT NULL,
+            device_bytes INTEGER,
+            host_bytes INTEGER,
+            utilisation REAL,
+            power_watts REAL,
+            temperature_c REAL,
+            cpu_utilisation REAL,
+            PRIMARY KEY (job, number)
+        ) WITHOUT ROWID""",
+        """CREATE TABLE evaluations (
+            job INTEGER NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
+            step INTEGER NOT NULL,
+            attempt INTEGER NOT NULL,
+            time REAL NOT NULL,
+            loss REAL,
+            tokens INTEGER NOT NULL,
+            PRIMARY KEY (job, step)
+        ) WITHOUT ROWID""",
+        """CREATE TABLE samples (
+            job INTEGER NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
+            step INTEGER NOT NULL,
+            stage TEXT NOT NULL,
+            prompt TEXT NOT NULL,
+            attempt INTEGER NOT NULL,
+            text TEXT NOT NULL,
+            PRIMARY KEY (job, step, stage, prompt)
+        )""",
+        """CREATE TABLE events (
+            id INTEGER PRIMARY KEY AUTOINCREMENT,
+            job INTEGER NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
+            time REAL NOT NULL,
+            level TEXT NOT NULL,
+            kind TEXT NOT NULL,
+            message TEXT NOT NULL,
+            step INTEGER
+        )""",
+        "CREATE INDEX events_by_job ON events (job, id)",
+        """CREATE TABLE leases (
+            name TEXT PRIMARY KEY,
+            owner TEXT NOT NULL,
+            heartbeat_at REAL NOT NULL
+        )""",
+    ):
+        db.execute(statement)
+
+
+# Append new migrations here. Never change or remove one that was released.
+
+VERSION: Final = len(migrations._migrations)
+
+
+def connect(path: Path) -> Any:
+    """A sqlite_utils.Database on `path`, WAL, waiting up to BUSY_TIMEOUT_S for a lock, in driver-level autocommit.
+
+    Transactions are opened by hand (BEGIN IMMEDIATE), so that a transaction that will write takes its lock at the
+    start and never fails half-way. The connection may be closed from another thread, but is used by one only.
+    """
+    connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+    try:
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA foreign_keys=ON")
+        return sqlite_utils.Database(connection, execute_plugins=False)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def migrate(db: Any) -> None:
+    """Bring the file up to this version in one transaction. Raises JobError when a newer VRAMFit wrote it."""
+    if _version(db) == VERSION:
+        return
+    db.execute("PRAGMA synchronous=FULL")
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        found = _version(db)  # again, under the lock: another process may have migrated meanwhile
+        if found > VERSION:
+            raise JobError(
+                f"The job database was written by a newer VRAMFit (schema {found}, this one knows {VERSION})",
+                "Update VRAMFit, or choose another folder with --data-dir.",
+            )
+        migrations.apply(db)
+        db.execute(f"PRAGMA user_version={VERSION}")
+        db.execute("COMMIT")
+    except BaseException:
+        db.rollback()
+        raise
+
+
+def _version(db: Any) -> int:
+    return int(db.execute("PRAGMA user_version").fetchone()[0])

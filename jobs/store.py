@@ -1,0 +1,717 @@
+"""The job store: every SQL statement of the project, behind small methods that any process and thread may call.
+
+One SQLite file, DATA/vramfit.db, in WAL mode: one writer at a time, readers never wait. Every change of a job's state
+is one transaction that names the states it expects and the attempt it is made for, so that a late or doubled call
+changes nothing. State changes are synced to disk (`synchronous=FULL`); measured rows are not (`NORMAL`: a power cut
+may lose the last rows, never the file).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sqlite3
+import threading
+import time
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from jobs import schema
+from jobs.job import ACTIVE, FINAL, RESUMABLE, Job, JobEvent, Series, State
+from vramfit.config import RunConfig
+from vramfit.errors import JobError, OutOfDisk
+from vramfit.planning.plan import Forecast
+from vramfit.training.metrics import Evaluation, Event, PhaseProgress, StepMetrics, Telemetry, TextSample
+
+if TYPE_CHECKING:
+    from jobs.recorder import StoreRecorder
+
+DATABASE: Final = "vramfit.db"
+SUPERVISOR_LEASE: Final = "supervisor"
+PANEL_LEASE: Final = "panel"
+LOG_TAIL_BYTES: Final = 256 * 1024
+
+# How a bucket of rows becomes one point.
+_METRICS: Final = {
+    "step": "max(step)",
+    "time": "max(time)",
+    "loss": "avg(loss)",
+    "learning_rate": "avg(learning_rate)",
+    "grad_norm": "avg(grad_norm)",
+    "tokens": "sum(tokens)",
+    "tokens_per_s": "avg(tokens_per_s)",
+    "step_seconds": "avg(step_seconds)",
+    "epoch": "max(epoch)",
+    "allocated_bytes": "max(allocated_bytes)",
+    "reserved_bytes": "max(reserved_bytes)",
+    "resident_bytes": "max(resident_bytes)",
+    "loss_scale": "avg(loss_scale)",
+    "skipped": "max(skipped)",
+}
+_TELEMETRY: Final = {
+    "number": "max(number)",
+    "time": "max(time)",
+    "device_bytes": "max(device_bytes)",
+    "host_bytes": "max(host_bytes)",
+    "utilisation": "avg(utilisation)",
+    "power_watts": "avg(power_watts)",
+    "temperature_c": "max(temperature_c)",
+    "cpu_utilisation": "avg(cpu_utilisation)",
+}
+_JOB_COLUMNS: Final = (
+    "id, name, state, attempt, revision, position, foreground, config, forecast, folder, owner, phase, total_steps, "
+    "created_at, claimed_at, started_at, finished_at, heartbeat_at, stop_requested_at, final_loss, "
+    "coalesce(eval_loss, (SELECT loss FROM evaluations WHERE job = jobs.id ORDER BY step DESC LIMIT 1)) AS eval_loss, "
+    "peak_allocated_bytes, export, failure, remedy, "
+    "coalesce((SELECT max(step) FROM metrics WHERE job = jobs.id), 0) AS step"
+)
+_SETTABLE: Final = frozenset(
+    {"owner", "final_loss", "eval_loss", "peak_allocated_bytes", "export", "failure", "remedy"}
+)
+
+
+class Store:
+    """The jobs of one data folder. Opens (and creates or upgrades) the file; `close()` or `with` closes it.
+
+    `clock` gives Unix seconds. Raises JobError when the folder cannot be used or was written by a newer version.
+    """
+
+    def __init__(self, data_dir: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self.data_dir = Path(data_dir).resolve()
+        self.path = self.data_dir / DATABASE
+        self.clock = clock
+        self._local = threading.local()
+        self._connections: dict[threading.Thread, Any] = {}
+        self._lock = threading.Lock()
+        try:
+            for name in ("runs", "uploads", "cache"):
+                (self.data_dir / name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise JobError(
+                f"The data folder {self.data_dir} cannot be used: {error.strerror}",
+                "Choose a folder you may write to with --data-dir.",
+            ) from error
+        with self._reported():
+            try:
+                schema.migrate(self._db)
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """Close the connections of all threads. The store must not be in use."""
+        with self._lock:
+            for connection in self._connections.values():
+                connection.close()
+            self._connections.clear()
+            self._local = threading.local()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- connections and transactions -------------------------------------------------------------------------
+
+    @property
+    def _db(self) -> Any:
+        """This thread's connection."""
+        found = getattr(self._local, "db", None)
+        if found is None:
+            found = self._local.db = schema.connect(self.path)
+            with self._lock:
+                for thread in [thread for thread in self._connections if not thread.is_alive()]:
+                    self._connections.pop(thread).close()
+                self._connections[threading.current_thread()] = found
+        return found
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Turn SQLite's own errors into ours."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise _explained(error, self.path) from error
+
+    @contextmanager
+    def _write(self, *, durable: bool) -> Iterator[Any]:
+        """One write transaction. `durable` waits until the change is on the disk."""
+        with self._reported():
+            db = self._db
+            db.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                yield db
+                db.execute("COMMIT")
+            except BaseException:
+                db.rollback()
+                raise
+
+    @contextmanager
+    def _read(self) -> Iterator[Any]:
+        """One read transaction: everything read inside belongs together."""
+        with self._reported():
+            db = self._db
+            db.execute("BEGIN")
+            try:
+                yield db
+            finally:
+                db.rollback()
+
+    # ---- jobs -------------------------------------------------------------------------------------------------
+
+    def add_job(
+        self, config: RunConfig, *, forecast: Forecast | Mapping[str, Any] | None = None, draft: bool = False
+    ) -> int:
+        """Put a run at the end of the queue (or aside, as a draft) and make its folder. Returns the job's id."""
+        with self._write(durable=True) as db:
+            return self._insert(db, config, state="draft" if draft else "queued", forecast=forecast)
+
+    def begin_foreground(
+        self, config: RunConfig, *, owner: str, forecast: Forecast | Mapping[str, Any] | None = None
+    ) -> Job:
+        """A job that the calling process (`owner`: its identity) runs itself, outside the queue, already running."""
+        now = self.clock()
+        with self._write(durable=True) as db:
+            id_ = self._insert(db, config, state="running", forecast=forecast)
+            db.execute(
+                "UPDATE jobs SET foreground = 1, attempt = 1, owner = ?, claimed_at = ?, started_at = ?, "
+                "heartbeat_at = ? WHERE id = ?",
+                [owner, now, now, now, id_],
+            )
+        return self.job(id_)
+
+    def _insert(self, db: Any, config: RunConfig, *, state: State, forecast: Any) -> int:
+        values = _forecast_values(forecast)
+        name = config.name.strip() or _default_name(config)
+        cursor = db.execute(
+            "INSERT INTO jobs (name, state, position, config, forecast, folder, total_steps, created_at) "
+            "VALUES (?, ?, (SELECT coalesce(max(position), 0) + 1 FROM jobs), ?, ?, '', ?, ?)",
+            [name, state, config.to_json(), _json(values), int((values or {}).get("steps") or 0), self.clock()],
+        )
+        id_ = int(cursor.lastrowid)
+        # The folder is made before the commit: when that fails there is no job without a folder.
+        folder = self._make_folder(id_, name, config)
+        db.execute("UPDATE jobs SET folder = ? WHERE id = ?", [folder.relative_to(self.data_dir).as_posix(), id_])
+        return id_
+
+    def _make_folder(self, id_: int, name: str, config: RunConfig) -> Path:
+        wanted = self.data_dir / "runs" / f"{id_:04d}-{_slug(name)}"
+        folder, number = wanted, 1
+        try:
+            while True:
+                try:
+                    folder.mkdir(parents=True)
+                    break
+                except FileExistsError:  # left by a database that was deleted: never write into someone else's run
+                    number += 1
+                    folder = wanted.with_name(f"{wanted.name}-{number}")
+            (folder / "config.json").write_text(config.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise JobError(
+                f"The run's folder {folder} cannot be written: {error.strerror}", "Free some room, or check its rights."
+            ) from error
+        return folder
+
+    def job(self, id_: int) -> Job:
+        """The job as it is now. Raises JobError when there is none with this number."""
+        with self._reported():
+            row = self._one(f"SELECT {_JOB_COLUMNS} FROM jobs WHERE id = ?", [id_])
+        if row is None:
+            raise _no_job(id_)
+        return self._job(row)
+
+    def jobs(self, limit: int = 200) -> list[Job]:
+        """The last `limit` jobs, newest first."""
+        with self._reported():
+            rows = list(self._db.query(f"SELECT {_JOB_COLUMNS} FROM jobs ORDER BY id DESC LIMIT ?", [limit]))
+        return [self._job(row) for row in rows]
+
+    def active_jobs(self) -> list[Job]:
+        """Jobs that a trainer owns, foreground ones included."""
+        with self._reported():
+            rows = list(self._db.query(f"SELECT {_JOB_COLUMNS} FROM jobs WHERE state IN {_in(ACTIVE)} ORDER BY id"))
+        return [self._job(row) for row in rows]
+
+    def queue(self) -> list[int]:
+        """The ids of queued jobs in the order in which they will start."""
+        with self._reported():
+            rows = self._db.execute("SELECT id FROM jobs WHERE state = 'queued' ORDER BY position, id")
+            return [int(row[0]) for row in rows]
+
+    def _one(self, sql: str, values: Sequence[Any] = ()) -> dict[str, Any] | None:
+        return next(iter(self._db.query(sql, values)), None)
+
+    def _job(self, row: dict[str, Any]) -> Job:
+        values = dict(row)
+        stop_requested_at = values.pop("stop_requested_at")
+        return Job(
+            **{
+                **values,
+                "foreground": bool(values["foreground"]),
+                "config": _config(values["config"]),
+                "forecast": json.loads(values["forecast"]) if values["forecast"] else None,
+                "phase": PhaseProgress(**json.loads(values["phase"])) if values["phase"] else None,
+                "folder": self.data_dir / values["folder"],
+                "stop_requested": stop_requested_at is not None,
+            }
+        )
+
+    # ---- changes of state -------------------------------------------------------------------------------------
+
+    def transition(
+        self, id_: int, *, expected: Sequence[State], state: State, attempt: int | None = None, **values: Any
+    ) -> None:
+        """Move a job from one of the `expected` states to `state`, if `attempt` is still its attempt; else JobError.
+
+        `values` sets further columns in the same transaction. A final state stamps `finished_at` and ends ownership.
+        """
+        assert set(values) <= _SETTABLE, values
+        with self._write(durable=True) as db:
+            self._transition(db, id_, expected=expected, state=state, attempt=attempt, values=values)
+
+    def _transition(
+        self,
+        db: Any,
+        id_: int,
+        *,
+        expected: Sequence[State],
+        state: State,
+        attempt: int | None,
+        values: Mapping[str, Any],
+    ) -> None:
+        columns = {"state": state, **values}
+        if state in FINAL:
+            columns = {"finished_at": self.clock(), "owner": None, **columns}
+        assignments = ", ".join(f"{name} = ?" for name in columns)
+        changed = db.execute(
+            f"UPDATE jobs SET {assignments} WHERE id = ? AND state IN {_in(expected)} "
+            "AND attempt = coalesce(?, attempt)",
+            [*map(_finite, columns.values()), id_, attempt],
+        ).rowcount
+        if not changed:
+            raise self._refused(id_, state, attempt)
+
+    def _refused(self, id_: int, state: State, attempt: int | None) -> JobError:
+        row = self._one("SELECT state, attempt FROM jobs WHERE id = ?", [id_])
+        if row is None:
+            return _no_job(id_)
+        if attempt is not None and row["attempt"] != attempt:
+            return JobError(
+                f"Job {id_} is at attempt {row['attempt']}, so attempt {attempt} may not change it",
+                "Nothing is to be done: the newer attempt goes on.",
+            )
+        return JobError(f"Job {id_} is {row['state']} and cannot become {state}", "Reload the page to see its state.")
+
+    def request_stop(self, id_: int) -> State:
+        """Ask a job to save and end; a waiting one is cancelled at once. Returns its new state.
+
+        Asking twice, or asking a job that has ended, changes nothing.
+        """
+        return self._request(id_, waiting="cancelled", working="stopping")
+
+    def request_pause(self, id_: int) -> State:
+        """Like request_stop, but the job ends as paused."""
+        return self._request(id_, waiting="paused", working="pausing")
+
+    def _request(self, id_: int, *, waiting: State, working: State) -> State:
+        now = self.clock()
+        with self._write(durable=True) as db:
+            row = self._one("SELECT state FROM jobs WHERE id = ?", [id_])
+            if row is None:
+                raise _no_job(id_)
+            state: State = row["state"]
+            if state in ("draft", "queued"):
+                db.execute("UPDATE jobs SET state = ?, finished_at = ? WHERE id = ?", [waiting, now, id_])
+                return waiting
+            if state in ("starting", "running") or (state == "pausing" and working == "stopping"):
+                db.execute(
+                    "UPDATE jobs SET state = ?, stop_requested_at = coalesce(stop_requested_at, ?) WHERE id = ?",
+                    [working, now, id_],
+                )
+                return working
+            return state
+
+    def enqueue(self, id_: int) -> None:
+        """Put a draft, or a job that ended early, (back) at the end of the queue. JobError when it cannot go on."""
+        with self._write(durable=True) as db:
+            self._transition(db, id_, expected=("draft", *RESUMABLE), state="queued", attempt=None, values={})
+            db.execute(
+                "UPDATE jobs SET position = (SELECT coalesce(max(position), 0) + 1 FROM jobs), finished_at = NULL, "
+                "stop_requested_at = NULL, failure = NULL, remedy = NULL, foreground = 0, revision = revision + 1 "
+                "WHERE id = ?",
+                [id_],
+            )
+
+    def stopping(self, id_: int, *, attempt: int) -> bool:
+        """Whether this attempt's trainer should save and end: it was asked to, or is no longer the rightful one."""
+        with self._reported():
+            row = self._one("SELECT state, attempt FROM jobs WHERE id = ?", [id_])
+        return row is None or row["attempt"] != attempt or row["state"] not in ("starting", "running")
+
+    def stop_requested_at(self, id_: int) -> float | None:
+        """When the stop was asked for (Unix seconds), or None."""
+        with self._reported():
+            row = self._one("SELECT stop_requested_at FROM jobs WHERE id = ?", [id_])
+        return None if row is None else row["stop_requested_at"]
+
+    # ---- the supervisor's and trainer's side ------------------------------------------------------------------
+
+    def claim_next(self, owner: str) -> Job | None:
+        """Move the first queued job to `starting`, attempt + 1, unless one is active already.
+
+        `owner` must hold the supervisor's lease; JobError when it lost it.
+        """
+        now = self.clock()
+        with self._write(durable=True) as db:
+            lease = self._one("SELECT owner FROM leases WHERE name = ?", [SUPERVISOR_LEASE])
+            if lease is None or lease["owner"] != owner:
+                raise JobError("Another supervisor holds the lease of this data folder", "Let that one work.")
+            if self._one(f"SELECT 1 FROM jobs WHERE state IN {_in(ACTIVE)} LIMIT 1"):
+                return None
+            row = self._one("SELECT id FROM jobs WHERE state = 'queued' ORDER BY position, id LIMIT 1")
+            if row is None:
+                return None
+            db.execute(
+                "UPDATE jobs SET state = 'starting', attempt = attempt + 1, owner = NULL, phase = ?, claimed_at = ?, "
+                "heartbeat_at = ?, started_at = NULL, finished_at = NULL, stop_requested_at = NULL, failure = NULL, "
+                "remedy = NULL WHERE id = ?",
+                [_json(dataclasses.asdict(PhaseProgress(name="starting"))), now, now, row["id"]],
+            )
+        return self.job(row["id"])
+
+    def set_owner(self, id_: int, *, attempt: int, owner: str) -> None:
+        """Note which process is this attempt's trainer, unless it said so itself already or the attempt is over.
+
+        (Under a virtual environment on Windows the process that was spawned is only a launcher of the trainer.)
+        """
+        with self._write(durable=True) as db:
+            db.execute(
+                f"UPDATE jobs SET owner = ? WHERE id = ? AND attempt = ? AND owner IS NULL AND state IN {_in(ACTIVE)}",
+                [owner, id_, attempt],
+            )
+
+    def begin_attempt(self, id_: int, *, attempt: int, owner: str, resume_step: int = 0) -> State:
+        """The trainer `owner` takes up its attempt: `starting` becomes `running`; a stop asked for meanwhile stays.
+
+        Rows beyond `resume_step` (the step of the checkpoint it goes on from) are taken back in the same transaction.
+        Raises JobError when this attempt is not the rightful one.
+        """
+        now = self.clock()
+        with self._write(durable=True) as db:
+            row = self._one("SELECT state, started_at FROM jobs WHERE id = ? AND attempt = ?", [id_, attempt])
+            if row is None or row["state"] not in ACTIVE or row["started_at"] is not None:
+                raise self._refused(id_, "running", attempt)
+            state: State = "running" if row["state"] == "starting" else row["state"]
+            db.execute(
+                "UPDATE jobs SET state = ?, owner = ?, started_at = ?, heartbeat_at = ? WHERE id = ?",
+                [state, owner, now, now, id_],
+            )
+            self._take_back(db, id_, after=resume_step, before_attempt=attempt)
+            return state
+
+    def _take_back(self, db: Any, id_: int, *, after: int, before_attempt: int) -> None:
+        """Delete what earlier attempts recorded beyond step `after`: it will be done again."""
+        removed = 0
+        for table in ("metrics", "evaluations"):
+            removed += db.execute(
+                f"DELETE FROM {table} WHERE job = ? AND step > ? AND attempt < ?", [id_, after, before_attempt]
+            ).rowcount
+        removed += db.execute(
+            "DELETE FROM samples WHERE job = ? AND step > ? AND attempt < ? AND stage = 'after'",
+            [id_, after, before_attempt],
+        ).rowcount
+        if removed:
+            db.execute("UPDATE jobs SET revision = revision + 1 WHERE id = ?", [id_])
+
+    def heartbeat(self, id_: int, *, attempt: int) -> None:
+        """The trainer of this attempt lives."""
+        with self._write(durable=False) as db:
+            db.execute("UPDATE jobs SET heartbeat_at = ? WHERE id = ? AND attempt = ?", [self.clock(), id_, attempt])
+
+    def recorder(self, id_: int, attempt: int) -> StoreRecorder:
+        """Where the trainer of this attempt reports. Use as a context manager."""
+        from jobs.recorder import StoreRecorder
+
+        return StoreRecorder(self, id_, attempt=attempt)
+
+    def record(
+        self,
+        id_: int,
+        *,
+        attempt: int,
+        steps: Sequence[StepMetrics] = (),
+        telemetry: Sequence[Telemetry] = (),
+        evaluations: Sequence[Evaluation] = (),
+        samples: Sequence[TextSample] = (),
+        events: Sequence[Event] = (),
+        phase: PhaseProgress | None = None,
+        forecast: Forecast | None = None,
+    ) -> bool:
+        """Write a batch in one transaction. Writing the same step again replaces it. False: the attempt is over."""
+        with self._write(durable=False) as db:
+            if self._one("SELECT 1 FROM jobs WHERE id = ? AND attempt = ?", [id_, attempt]) is None:
+                return False
+            self._record_steps(db, id_, attempt, steps)
+            self._record_telemetry(db, id_, telemetry)
+            for evaluation in evaluations:
+                values = {"job": id_, "attempt": attempt, **dataclasses.asdict(evaluation)}
+                _replace(db, "evaluations", [values])
+            for sample in samples:
+                _replace(db, "samples", [{"job": id_, "attempt": attempt, **dataclasses.asdict(sample)}])
+            for event in events:
+                _replace(db, "events", [{"job": id_, **dataclasses.asdict(event)}])
+            if phase is not None:
+                db.execute("UPDATE jobs SET phase = ? WHERE id = ?", [_json(dataclasses.asdict(phase)), id_])
+            if forecast is not None:
+                db.execute(
+                    "UPDATE jobs SET forecast = ?, total_steps = ? WHERE id = ?",
+                    [_json(forecast.to_json()), forecast.steps, id_],
+                )
+        return True
+
+    def _record_steps(self, db: Any, id_: int, attempt: int, steps: Sequence[StepMetrics]) -> None:
+        if not steps:
+            return
+        # An attempt's first step says where it resumed: older rows from there on are taken back with it.
+        self._take_back(db, id_, after=min(row.step for row in steps) - 1, before_attempt=attempt)
+        _replace(db, "metrics", [{"job": id_, "attempt": attempt, **dataclasses.asdict(row)} for row in steps])
+
+    def _record_telemetry(self, db: Any, id_: int, readings: Sequence[Telemetry]) -> None:
+        if not readings:
+            return
+        row = self._one("SELECT coalesce(max(number), 0) AS last FROM telemetry WHERE job = ?", [id_])
+        assert row is not None
+        numbered = enumerate(readings, start=row["last"] + 1)
+        _replace(db, "telemetry", [{"job": id_, "number": n, **dataclasses.asdict(reading)} for n, reading in numbered])
+
+    def add_event(self, id_: int, event: Event) -> None:
+        """Record an event from outside the trainer (the supervisor's)."""
+        with self._write(durable=False) as db:
+            _replace(db, "events", [{"job": id_, **dataclasses.asdict(event)}])
+
+    # ---- leases -----------------------------------------------------------------------------------------------
+
+    def take_lease(self, name: str, *, owner: str, alive: Callable[[str, float], bool]) -> bool:
+        """Take or renew a lease. `alive(owner, heartbeat_at)` judges the present holder. False: someone else has it."""
+        with self._write(durable=True) as db:
+            row = self._one("SELECT owner, heartbeat_at FROM leases WHERE name = ?", [name])
+            if row is not None and row["owner"] != owner and alive(row["owner"], row["heartbeat_at"]):
+                return False
+            self._set_lease(db, name, owner)
+            return True
+
+    def renew_lease(self, name: str, *, owner: str) -> bool:
+        """Say that the holder lives. False: it is no longer the holder."""
+        with self._write(durable=False) as db:
+            sql = "UPDATE leases SET heartbeat_at = ? WHERE name = ? AND owner = ?"
+            return bool(db.execute(sql, [self.clock(), name, owner]).rowcount)
+
+    def release_lease(self, name: str, *, owner: str) -> None:
+        with self._write(durable=True) as db:
+            db.execute("DELETE FROM leases WHERE name = ? AND owner = ?", [name, owner])
+
+    def lease(self, name: str) -> tuple[str, float] | None:
+        """The holder's identity and its last heartbeat (Unix seconds)."""
+        with self._reported():
+            row = self._one("SELECT owner, heartbeat_at FROM leases WHERE name = ?", [name])
+        return None if row is None else (row["owner"], row["heartbeat_at"])
+
+    def panel_alive(self) -> None:
+        """A panel is open on this folder; it calls this about every ten seconds, so the supervisor stays."""
+        with self._write(durable=False) as db:
+            self._set_lease(db, PANEL_LEASE, "panel")
+
+    def _set_lease(self, db: Any, name: str, owner: str) -> None:
+        db.execute(
+            "INSERT OR REPLACE INTO leases (name, owner, heartbeat_at) VALUES (?, ?, ?)", [name, owner, self.clock()]
+        )
+
+    # ---- what the pages read ----------------------------------------------------------------------------------
+
+    def series(
+        self,
+        id_: int,
+        *,
+        after: int = 0,
+        stride: int | None = None,
+        revision: int | None = None,
+        max_points: int = 2000,
+    ) -> Series:
+        """The curves of the optimizer steps, a value per step or bucket of steps. See Series for how to follow them."""
+        return self._series(id_, "metrics", "step", _METRICS, after, stride, revision, max_points)
+
+    def telemetry(
+        self,
+        id_: int,
+        *,
+        after: int = 0,
+        stride: int | None = None,
+        revision: int | None = None,
+        max_points: int = 2000,
+    ) -> Series:
+        """The machine's readings, about one a second, from the start of the trainer. The cursor counts readings."""
+        return self._series(id_, "telemetry", "number", _TELEMETRY, after, stride, revision, max_points)
+
+    def _series(
+        self,
+        id_: int,
+        table: str,
+        key: str,
+        columns: Mapping[str, str],
+        after: int,
+        stride: int | None,
+        revision: int | None,
+        max_points: int,
+    ) -> Series:
+        with self._read() as db:
+            job = self._one("SELECT state, revision FROM jobs WHERE id = ?", [id_])
+            if job is None:
+                raise _no_job(id_)
+            last = int(db.execute(f"SELECT coalesce(max({key}), 0) FROM {table} WHERE job = ?", [id_]).fetchone()[0])
+            now_stride = stride_for(last, max_points=max_points)
+            reset = stride != now_stride or revision != job["revision"]
+            start = 0 if reset else after
+            whole = last if job["state"] in FINAL else last - last % now_stride
+
+            def points(first: int, end: int) -> dict[str, list[float | int | None]]:
+                names, wanted = ", ".join(columns), ", ".join(columns.values())
+                where = f"FROM {table} WHERE job = ? AND {key} > ? AND {key} <= ?"
+                sql = f"SELECT {names} {where} ORDER BY {key}"
+                values = [id_, first, end]
+                if now_stride > 1:
+                    sql = f"SELECT {wanted} {where} GROUP BY ({key} - 1) / ? ORDER BY 1"
+                    values.append(now_stride)
+                rows = db.execute(sql, values).fetchall() if end > first else []
+                return {name: [row[i] for row in rows] for i, name in enumerate(columns)}
+
+            return Series(
+                columns=points(start, whole),
+                tail=points(max(start, whole), last),
+                cursor=max(start, whole),
+                stride=now_stride,
+                revision=job["revision"],
+                reset=reset,
+                rows=last,
+            )
+
+    def evaluations(self, id_: int) -> list[Evaluation]:
+        """All evaluations, by step."""
+        return [Evaluation(**row) for row in self._of_job(id_, "evaluations", "step, time, loss, tokens", "step")]
+
+    def samples(self, id_: int) -> list[TextSample]:
+        """All generated texts, by step."""
+        return [TextSample(**row) for row in self._of_job(id_, "samples", "step, stage, prompt, text", "step, rowid")]
+
+    def events(self, id_: int, *, after: int = 0) -> list[JobEvent]:
+        """Events with a number above `after`, oldest first."""
+        rows = self._of_job(id_, "events", "id, time, level, kind, message, step", "id", after=after)
+        return [JobEvent(**row) for row in rows]
+
+    def _of_job(
+        self, id_: int, table: str, columns: str, order: str, *, after: int | None = None
+    ) -> list[dict[str, Any]]:
+        where = "job = ?" if after is None else "job = ? AND id > ?"
+        values = [id_] if after is None else [id_, after]
+        with self._reported():
+            return list(self._db.query(f"SELECT {columns} FROM {table} WHERE {where} ORDER BY {order}", values))
+
+    def log_tail(self, id_: int, lines: int = 200) -> str:
+        """The last `lines` lines of the trainer's output, at most 256 KiB; "" while there is none."""
+        return tail_of(self.job(id_).log, lines=lines)
+
+
+def stride_for(rows: int, *, max_points: int) -> int:
+    """The power of two that thins `rows` rows to at most `max_points` full buckets."""
+    stride = 1
+    while rows > stride * max_points:
+        stride *= 2
+    return stride
+
+
+def tail_of(path: Path, *, lines: int) -> str:
+    """The last lines of a text file that may still be growing. Of a progress bar's rewrites only the last is kept."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - LOG_TAIL_BYTES))
+            text = file.read(LOG_TAIL_BYTES).decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    found = text.replace("\r\n", "\n").split("\n")
+    if size > LOG_TAIL_BYTES:
+        found = found[1:]  # begins in the middle of a line
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in found[-lines - 1 :]).strip("\n")
+
+
+def _replace(db: Any, table: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Insert rows of equal columns; a row with the same primary key is replaced."""
+    if not rows:
+        return
+    names = list(rows[0])
+    marks = ", ".join("?" * len(names))
+    db.conn.executemany(
+        f"INSERT OR REPLACE INTO {table} ({', '.join(names)}) VALUES ({marks})",
+        [[_finite(row[name]) for name in names] for row in rows],
+    )
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinities become NULL: no chart draws them and JSON has no word for them."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _in(states: Sequence[State]) -> str:
+    return "(" + ", ".join(f"'{state}'" for state in states) + ")"
+
+
+def _json(values: Any) -> str | None:
+    return None if values is None else json.dumps(values, ensure_ascii=False)
+
+
+def _forecast_values(forecast: Forecast | Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if forecast is None:
+        return None
+    return forecast.to_json() if isinstance(forecast, Forecast) else dict(forecast)
+
+
+@lru_cache(maxsize=512)
+def _config(text: str) -> RunConfig:
+    return RunConfig.from_json(text)
+
+
+def _default_name(config: RunConfig) -> str:
+    model = config.model.source.replace("\\", "/").rstrip("/").rpartition("/")[2] or "model"
+    return f"{model} {config.method}"
+
+
+def _slug(name: str) -> str:
+    """A short folder name in any script: letters and digits stay, everything else becomes a hyphen."""
+    plain = unicodedata.normalize("NFC", name).lower()
+    words = "".join(letter if letter.isalnum() else " " for letter in plain).split()
+    return "-".join(words)[:40].strip("-") or "run"
+
+
+def _no_job(id_: int) -> JobError:
+    return JobError(f"There is no job {id_}", "Reload the page to see which jobs there are.")
+
+
+def _explained(error: sqlite3.Error, path: Path) -> JobError | OutOfDisk:
+    """SQLite's message in our three parts."""
+    text = str(error)
+    if "full" in text:
+        return OutOfDisk(f"The disk that holds {path} is full", "Free some room; nothing recorded so far is lost.")
+    if "locked" in text or "busy" in text:
+        return JobError(
+            f"The job database {path} has been locked by another program for {schema.BUSY_TIMEOUT_S:.0f} s",
+            "Close that program (a database viewer, a backup) and try again.",
+        )
+    return JobError(
+        f"The job database {path} cannot be used: {text}", "Check the disk, or choose another folder with --data-dir."
+    )
