@@ -1,0 +1,80 @@
+"""The highest device memory of the steps since one last asked.
+
+A card's allocator keeps the two numbers itself. Without a card, "allocated" is the trainer's own tensors: what lies
+there between steps (weights, optimizer states) plus the most that torch's CPU allocator handed out inside a step
+(gradients, activations, logits, temporaries). Following the allocator costs time, so it is done only for the first two
+steps and whenever a step's micro-batch is larger than any before: its peak is then the largest so far.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+# The profiler's library prints a line at each start and stop unless told not to. It reads this on first use.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
+class PeakMeter:
+    """Peaks of one model and its optimizer on `device`, in bytes."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self._model, self._optimizer, self._device = model, optimizer, device
+        self._steps = 0
+        self._largest_tokens = 0
+        self._cpu_peak = 0
+
+    @contextlib.contextmanager
+    def watch(self, tokens: int) -> Iterator[None]:
+        """Around one step whose largest micro-batch has `tokens` tokens, padding included."""
+        self._steps += 1
+        if self._device.type != "cpu" or torch.autograd._profiler_enabled():
+            yield
+            return
+        # Twice, because the optimizer's states only exist from the second step on.
+        if self._steps > 2 and tokens <= self._largest_tokens:
+            yield
+            return
+        self._largest_tokens = max(tokens, self._largest_tokens)
+        before = self._live_bytes()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            yield
+        self._cpu_peak = max(self._cpu_peak, before + _highest_rise(profile))
+
+    def read(self) -> tuple[int, int]:
+        """(allocated, reserved) peaks in bytes since the last call. Without a card reserved is 0."""
+        kind = self._device.type
+        if kind == "cpu":
+            return self._cpu_peak, 0
+        if kind == "mps":  # keeps no peaks: what is there now
+            return torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory()
+        index = self._device.index or 0
+        peaks = torch.accelerator.max_memory_allocated(index), torch.accelerator.max_memory_reserved(index)
+        torch.accelerator.reset_peak_memory_stats(index)
+        return peaks
+
+    def _live_bytes(self) -> int:
+        """Bytes of weights, buffers, gradients and optimizer states, shared storage counted once."""
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        tensors += [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+        for state in self._optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+        return sum(storages.values())
+
+
+def _highest_rise(profile: torch.profiler.profile) -> int:
+    """The most bytes alive at once among those allocated inside the profile, from the allocator's own records."""
+    results = profile.profiler.kineto_results if profile.profiler is not None else None
+    if results is None:
+        return 0
+    changes = sorted((event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]")
+    alive = highest = 0
+    for _, change in changes:
+        alive += change
+        highest = max(highest, alive)
+    return highest

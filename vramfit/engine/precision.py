@@ -1,0 +1,78 @@
+"""Which numbers a step computes in: fp32, or bf16 / fp16 autocast, and fp16's loss scaling.
+
+Weights keep their own format; autocast computes matrix products in 16 bits and leaves reductions in fp32. The vendor
+appears nowhere: a device is the string torch knows it by ("cuda:0", "xpu:0", "mps", "cpu").
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vramfit.config import Precision
+from vramfit.errors import ConfigError, Problem
+
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+FIRST_LOSS_SCALE = 2.0**16
+COLLAPSED_LOSS_SCALE = 2.0**-6
+"""Below this scale sixteen more halvings would reach the smallest fp16 number: the gradients are not finite at all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionChoice:
+    """What a step computes in, and why, for the page."""
+
+    compute: Precision
+    reason: str
+
+
+def choose_precision(device: str | torch.device) -> PrecisionChoice:
+    """The compute format that suits a device when nobody planned one: fp32 on the CPU, 16 bits on a card."""
+    kind = torch.device(device).type
+    if kind == "cpu":
+        return PrecisionChoice(compute="fp32", reason="CPUs without 16-bit units are many times slower in bf16")
+    if _has_bf16(torch.device(device)):
+        return PrecisionChoice(compute="bf16", reason="this card computes in bf16, which needs no loss scaling")
+    return PrecisionChoice(compute="fp16", reason="this card has no bf16, so fp16 with loss scaling is used")
+
+
+def autocast(device: str | torch.device, compute: Precision) -> contextlib.AbstractContextManager[Any]:
+    """The context for one forward pass."""
+    if compute == "fp32":
+        return contextlib.nullcontext()
+    return torch.autocast(torch.device(device).type, dtype=DTYPES[compute])
+
+
+def loss_scaler(
+    device: str | torch.device, compute: Precision, *, trained: list[torch.nn.Parameter]
+) -> torch.amp.GradScaler | None:
+    """The scaler that fp16 needs, None otherwise. Raises ConfigError when trained weights are fp16 themselves.
+
+    fp16 weights cannot be trained with scaling: their gradients are fp16 too, so undoing the scale underflows again.
+    """
+    if compute != "fp16":
+        return None
+    if any(parameter.dtype == torch.float16 for parameter in trained):
+        raise ConfigError(
+            [
+                Problem(
+                    field="memory.precision",
+                    what="The trained weights are fp16, and fp16 loss scaling needs trained weights in fp32",
+                    remedy="Load the model in fp32 (autocast still computes in fp16), or choose bf16.",
+                )
+            ]
+        )
+    return torch.amp.GradScaler(torch.device(device).type, init_scale=FIRST_LOSS_SCALE)
+
+
+def _has_bf16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        # Cards before Ampere report emulated bf16, which is slower than fp32: count only hardware.
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "xpu":
+        return torch.xpu.is_bf16_supported()
+    return device.type == "mps"

@@ -1,0 +1,350 @@
+"""The executor for models that stay on the device: one call is one optimizer step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vramfit.engine.activations import recompute_blocks
+from vramfit.engine.evaluation import evaluation_mode
+from vramfit.engine.loss import Batch, Targets, TokenLoss, model_inputs, targets_of
+from vramfit.engine.peak import PeakMeter
+from vramfit.engine.precision import COLLAPSED_LOSS_SCALE, autocast, loss_scaler
+from vramfit.engine.randomness import random_state, set_random_state
+from vramfit.engine.recovery import halves, is_out_of_memory, release_memory
+from vramfit.errors import CheckpointError, DataError, WontFit
+from vramfit.planning.plan import Plan
+
+_MODEL, _OPTIMIZER, _RANDOM = "model.", "optimizer.", "random."
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """One optimizer step. `loss` is the mean over `tokens` trained tokens, `grad_norm` the global norm before clipping.
+
+    `skipped` is True when the weights were left as they were: fp16's scaler refused overflowing gradients, or loss or
+    gradient were not finite, and then `problem` is one sentence about it (also when the loss scale has collapsed).
+    `recovered` is one sentence when memory ran out on the way and the step was done again in smaller pieces.
+    """
+
+    loss: float
+    tokens: int
+    grad_norm: float
+    skipped: bool = False
+    loss_scale: float | None = None
+    problem: str = ""
+    recovered: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """Rows of a micro-batch, as many as go through the model at once. Tensors [B, S] where the data was made."""
+
+    input_ids: Tensor
+    labels: Tensor
+    attention_mask: Tensor | None
+    position_ids: Tensor | None
+
+    @classmethod
+    def of(cls, batch: Batch) -> _Piece:
+        return cls(
+            input_ids=batch.input_ids,
+            labels=batch.labels,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+        )
+
+    @property
+    def rows(self) -> int:
+        return self.input_ids.shape[0]
+
+    def part(self, start: int, stop: int) -> _Piece:
+        mask, positions = self.attention_mask, self.position_ids
+        return _Piece(
+            input_ids=self.input_ids[start:stop],
+            labels=self.labels[start:stop],
+            attention_mask=None if mask is None else mask[start:stop],
+            position_ids=None if positions is None else positions[start:stop],
+        )
+
+    def cut(self, most_rows: int) -> list[_Piece]:
+        return [self.part(start, start + most_rows) for start in range(0, self.rows, most_rows)]
+
+
+class ResidentExecutor:
+    """Runs optimizer steps on a causal language model that lies on `plan.device`.
+
+    The model's blocks are set to recompute as planned. `loss_reason` says why the loss is computed in another way than
+    planned, "" when it is not. `max_grad_norm=0` turns clipping off; the norm is reported all the same.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, plan: Plan, optimizer: torch.optim.Optimizer, max_grad_norm: float = 1.0
+    ) -> None:
+        self.model, self.plan, self.optimizer = model, plan, optimizer
+        self.max_grad_norm = max_grad_norm
+        self.device = next(model.parameters()).device
+        self._trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        self._loss = TokenLoss(model, kind=plan.loss, chunk_tokens=plan.loss_chunk_tokens, compute=plan.compute)
+        self.loss_kind, self.loss_reason = self._loss.kind, self._loss.reason
+        self._scaler = loss_scaler(plan.device, plan.compute, trained=list(self._trained.values()))
+        self._peak = PeakMeter(model, optimizer, self.device)
+        self._most_rows = 0  # what memory has shown to bear; 0: not yet known to be limited
+        recompute_blocks(model, plan.recompute)
+        model.train()
+
+    def step(self, micro_batches: Iterable[Batch], learning_rate: float) -> StepResult:
+        """One optimizer step over all `micro_batches` at `learning_rate`.
+
+        The gradient is that of the loss summed over all trained tokens, divided by their number: how the step is cut
+        into micro-batches does not change it. Raises DataError when no token carries loss, and WontFit when memory
+        runs out even with a single sequence at a time.
+        """
+        pieces = [piece for batch in micro_batches for piece in self._cut(_Piece.of(batch))]
+        largest = max((piece.input_ids.numel() for piece in pieces), default=0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        with self._peak.watch(largest):
+            losses, tokens, recovered = self._accumulate(pieces)
+            return self._finish(losses, tokens, recovered)
+
+    def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[float, int]:
+        """(mean loss over the trained tokens, their number), without dropout and without changing anything.
+
+        Raises DataError when no token carries loss.
+        """
+        total, tokens = 0.0, 0
+        with evaluation_mode(self.model):
+            for batch in micro_batches:
+                for piece in self._cut(_Piece.of(batch)):
+                    targets = targets_of(piece)
+                    if targets.count:
+                        total += self._summed_loss(piece, targets).item()
+                        tokens += targets.count
+        if tokens == 0:
+            raise _no_tokens("The held-out share")
+        return total / tokens, tokens
+
+    def memory(self) -> tuple[int, int]:
+        """(allocated, reserved) peak bytes on the device since the last call; see `vramfit.engine.peak`."""
+        return self._peak.read()
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything a resume needs, as tensors for safetensors and plain values for JSON.
+
+        Trained parameters and buffers, optimizer states, random states; the loss scaler. The tensors are the live
+        ones, not copies: write them before the next step.
+        """
+        tensors = {_MODEL + name: tensor.detach() for name, tensor in self._saved_tensors().items()}
+        for name, parameter in self._trained.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"{_OPTIMIZER}{name}.{key}"] = value.detach()
+        for name, state in random_state(self.device).items():
+            tensors[_RANDOM + name] = state
+        return tensors, {"scaler": self._scaler.state_dict() if self._scaler else None}
+
+    def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Put the result of `state` back, bit for bit. Raises CheckpointError when it is of another model."""
+        saved = {name.removeprefix(_MODEL): value for name, value in tensors.items() if name.startswith(_MODEL)}
+        live = self._saved_tensors()
+        _check_same(saved, live)
+        with torch.no_grad():
+            for name, tensor in live.items():
+                tensor.copy_(saved[name])
+        self.optimizer.state.clear()
+        for name, value in tensors.items():
+            if name.startswith(_OPTIMIZER):
+                parameter_name, _, key = name.removeprefix(_OPTIMIZER).rpartition(".")
+                self._set_optimizer_state(self._trained[parameter_name], key, value)
+        if self._scaler and values.get("scaler"):
+            self._scaler.load_state_dict(dict(values["scaler"]))
+        states = {name.removeprefix(_RANDOM): value for name, value in tensors.items() if name.startswith(_RANDOM)}
+        set_random_state(self.device, states)
+
+    def _cut(self, piece: _Piece) -> list[_Piece]:
+        if self._most_rows and piece.rows > self._most_rows:
+            return piece.cut(self._most_rows)
+        return [piece]
+
+    def _accumulate(self, pieces: Sequence[_Piece]) -> tuple[list[Tensor], int, str]:
+        """Gradients of the whole step in `.grad`, again in smaller pieces when memory runs out."""
+        before = random_state(self.device)
+        recovered = ""
+        while True:
+            try:
+                losses, tokens = self._try_accumulate(pieces)
+                return losses, tokens, recovered
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = str(error)
+            # Outside the except block: while it lasts, the traceback keeps the failed attempt's tensors alive.
+            self.optimizer.zero_grad(set_to_none=True)
+            largest = max(piece.rows for piece in pieces)
+            if largest == 1:
+                raise self._wont_fit(pieces, failure)
+            self._most_rows = halves(largest)[0]
+            release_memory(self.device)
+            pieces = [part for piece in pieces for part in self._cut(piece)]
+            set_random_state(self.device, before)
+            recovered = f"Memory ran out with {largest} sequences at a time; the step was repeated with {self._most_rows}"
+
+    def _try_accumulate(self, pieces: Sequence[_Piece]) -> tuple[list[Tensor], int]:
+        targets = [targets_of(piece) for piece in pieces]
+        tokens = sum(each.count for each in targets)
+        if tokens == 0:
+            raise _no_tokens("This step")
+        # The one division of the step: it enters backward as the first gradient, with fp16's scale in the same factor.
+        factor = (self._scaler.get_scale() if self._scaler else 1.0) / tokens
+        losses = []
+        for piece, each in zip(pieces, targets, strict=True):
+            if each.count == 0:
+                continue
+            loss = self._summed_loss(piece, each, gradient_scale=factor)
+            (loss * factor).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        return losses, tokens
+
+    def _summed_loss(self, piece: _Piece, targets: Targets, *, gradient_scale: float = 1.0) -> Tensor:
+        on_device = Targets(
+            positions=targets.positions.to(self.device, non_blocking=True),
+            tokens=targets.tokens.to(self.device, non_blocking=True),
+        )
+        with autocast(self.device, self.plan.compute):
+            return self._loss(model_inputs(piece, self.device), on_device, gradient_scale=gradient_scale)
+
+    def _finish(self, losses: list[Tensor], tokens: int, recovered: str) -> StepResult:
+        finish = finish_step(
+            self.optimizer,
+            parameters=list(self._trained.values()),
+            scaler=self._scaler,
+            max_grad_norm=self.max_grad_norm,
+            losses=losses,
+        )
+        return StepResult(
+            loss=finish.loss_sum / tokens,
+            tokens=tokens,
+            grad_norm=finish.grad_norm,
+            skipped=finish.skipped,
+            loss_scale=finish.loss_scale,
+            problem=finish.problem,
+            recovered=recovered,
+        )
+
+    def _saved_tensors(self) -> dict[str, Tensor]:
+        """Trained parameters, and buffers that belong to the model's file. Frozen weights come from their source."""
+        kept = self.model.state_dict(keep_vars=True).keys()
+        buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in kept}
+        frozen_free = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
+        return {**self._trained, **frozen_free}
+
+    def _set_optimizer_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        # torch keeps the step count on the CPU unless the kernel reads it on the device.
+        fused = any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
+        device = self.device if key != "step" or fused else torch.device("cpu")
+        self.optimizer.state[parameter][key] = value.to(device, copy=True)
+
+    def _wont_fit(self, pieces: Sequence[_Piece], failure: str) -> WontFit:
+        longest = max(piece.input_ids.shape[1] for piece in pieces)
+        allocated, _ = self.memory()
+        first_line = failure.splitlines()[0] if failure else "out of memory"
+        return WontFit(
+            f"Memory ran out with a single sequence of {longest} tokens at a time ({first_line})",
+            needed_bytes=max(allocated, self.plan.budget_bytes),
+            available_bytes=self.plan.budget_bytes,
+            phase="step",
+            suggestions=(
+                f"Use sequences shorter than {longest} tokens, recompute activations, or choose lora or qlora.",
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finish:
+    """The end of a step. `loss_sum` is over tokens; the rest as in StepResult."""
+
+    loss_sum: float
+    grad_norm: float
+    skipped: bool
+    loss_scale: float | None
+    problem: str
+
+
+def finish_step(
+    optimizer: torch.optim.Optimizer,
+    *,
+    parameters: Sequence[nn.Parameter],
+    scaler: torch.amp.GradScaler | None,
+    max_grad_norm: float,
+    losses: Sequence[Tensor],
+    gradient_factor: float = 1.0,
+) -> Finish:
+    """From accumulated gradients to new weights: unscale, norm, clip, step, clear.
+
+    Gradients are multiplied by `gradient_factor` first. The weights stay as they were when the loss or the gradient is
+    not finite. The device is waited for once.
+    """
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradient_factor != 1.0:
+        torch._foreach_mul_(gradients, gradient_factor)
+    norm = nn.utils.get_total_norm(gradients)
+    loss_sum, grad_norm = _together(losses, norm)
+    finite = math.isfinite(loss_sum) and math.isfinite(grad_norm)
+    if finite:
+        if max_grad_norm > 0:
+            nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
+        if scaler is not None:
+            scaler.step(optimizer)
+        else:
+            optimizer.step()
+    scale = None
+    if scaler is not None:
+        scaler.update()
+        scale = scaler.get_scale()
+    optimizer.zero_grad(set_to_none=True)
+    return Finish(
+        loss_sum=loss_sum,
+        grad_norm=grad_norm,
+        skipped=not finite,
+        loss_scale=scale,
+        problem=_problem(loss_sum, grad_norm, scale),
+    )
+
+
+def _together(losses: Sequence[Tensor], norm: Tensor) -> tuple[float, float]:
+    """The sum of the losses and the norm, fetched from the device in one transfer; summed in double precision."""
+    *parts, last = torch.stack([*(loss.float() for loss in losses), norm.float()]).tolist()
+    return math.fsum(parts) if all(map(math.isfinite, parts)) else math.nan, last
+
+
+def _problem(loss_sum: float, grad_norm: float, scale: float | None) -> str:
+    if not math.isfinite(loss_sum):
+        return "The loss is not a finite number, so the step was refused"
+    if scale is not None and scale < COLLAPSED_LOSS_SCALE:
+        return f"fp16's loss scale has fallen to {scale:g}, below {COLLAPSED_LOSS_SCALE:g}: the gradients stay infinite"
+    if not math.isfinite(grad_norm) and scale is None:
+        return "The gradient is not finite, so the step was refused"
+    return ""
+
+
+def _no_tokens(where: str) -> DataError:
+    return DataError(
+        f"{where} has 0 trained tokens", "Check which parts of the data carry loss (data.trained_on), and max_length."
+    )
+
+
+def _check_same(saved: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> None:
+    wrong = sorted(saved.keys() ^ live.keys())
+    wrong += [name for name in saved.keys() & live.keys() if saved[name].shape != live[name].shape]
+    if wrong:
+        raise CheckpointError(
+            f"The checkpoint is of another model: {len(wrong)} tensors differ, the first is {wrong[0]}",
+            "Resume with the settings the run was started with.",
+        )
