@@ -1,11 +1,32 @@
-"""What machine is this: cards, RAM, disk. Nothing here imports torch; the panel calls it."""
+"""What machine is this: cards, RAM, disk. Nothing here imports torch; the panel calls it.
+
+NVIDIA cards are asked through their driver's library (NVML). Other cards are only known to torch, which a child process
+asks, and only when the installed torch is built for them. The CPU is always there.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
 
 DeviceKind = Literal["cuda", "rocm", "xpu", "mps", "cpu"]
+
+FP32_FLOPS_PER_CORE = 16.5e9
+"""What torch's fp32 matrix products reach on one core with AVX2, measured: 33 GFLOP/s on two."""
+
+_CHILD_SECONDS = 40.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,3 +75,332 @@ class Machine:
                 return device
         there = ", ".join(device.torch_device for device in self.devices)
         raise HardwareError(f"This machine has no device {name!r}, it has: {there}", "Choose one of those, or auto.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchBuild:
+    """What the installed torch was built for, read from its files and not by importing it. None: not built for it."""
+
+    version: str
+    cuda: str | None = None
+    hip: str | None = None
+    xpu: str | None = None
+
+
+def probe(
+    data_dir: Path,
+    *,
+    nvml: Any = None,
+    environment: Mapping[str, str] | None = None,
+    build: TorchBuild | None = None,
+) -> Machine:
+    """This machine: its cards (NVML, or torch in a child process), the CPU, RAM and the disk of `data_dir`.
+
+    Never raises for a card that does not answer: `notes` says so in full sentences. `nvml` (the module `pynvml` by
+    default), `environment` and `build` are what is asked, for tests.
+    """
+    environment = os.environ if environment is None else environment
+    build = torch_build() if build is None else build
+    notes: list[str] = []
+    cards = _nvidia_cards(nvml, environment, notes)
+    if cards and build is not None and build.cuda is None:
+        notes.append(
+            f"{cards[0].name} is there, but the installed torch {build.version} is not built for NVIDIA cards, so "
+            "runs use the CPU. Install the torch build for your card (see the README)."
+        )
+        cards = []
+    if not cards and _torch_may_know_cards(build):
+        cards = _cards_of_torch(notes)
+    memory = psutil.virtual_memory()
+    ram, free = _within_cgroup(memory.total, memory.available)
+    cores = _cores(environment)
+    return Machine(
+        devices=(*_best_first(cards), _cpu(ram, free, cores)),
+        ram_bytes=ram,
+        ram_free_bytes=free,
+        disk_free_bytes=shutil.disk_usage(_existing(data_dir)).free,
+        cpu_cores=cores,
+        notes=tuple(notes),
+    )
+
+
+def torch_build() -> TorchBuild | None:
+    """What torch was built for, from its version.py (importing torch would cost seconds). None without torch."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = {
+        name: match.group(1)
+        for name in ("__version__", "cuda", "hip", "xpu")
+        if (match := re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]*)['\"]", text, flags=re.MULTILINE))
+    }
+    return TorchBuild(
+        version=found.get("__version__", "?"), cuda=found.get("cuda"), hip=found.get("hip"), xpu=found.get("xpu")
+    )
+
+
+def _best_first(cards: Sequence[Device]) -> list[Device]:
+    """Most free memory first: it is what decides which models fit. Equal cards keep the driver's order."""
+    return sorted(cards, key=lambda card: -(card.free_bytes // 2**30))
+
+
+# --- NVIDIA ----------------------------------------------------------------------------------------------------------
+
+
+def _nvidia_cards(nvml: Any, environment: Mapping[str, str], notes: list[str]) -> list[Device]:
+    """Cards a CUDA program sees, called as torch calls them. One silent card does not hide the others."""
+    nvml = nvml if nvml is not None else _import_nvml()
+    if nvml is None:
+        return []
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        if not _means_no_card(error):
+            notes.append(f"The NVIDIA driver does not answer ({error}). Runs use the CPU until it does.")
+        return []
+    handles = _handles(nvml, notes)
+    handles = _cuda_order(nvml, handles, environment, notes)
+    visible = _visible(nvml, handles, environment.get("CUDA_VISIBLE_DEVICES"), notes)
+    cards = [_nvidia_card(nvml, handle, index, notes) for index, handle in enumerate(visible)]
+    return [card for card in cards if card is not None]
+
+
+def _import_nvml() -> Any:
+    try:
+        return importlib.import_module("pynvml")
+    except ImportError:
+        return None
+
+
+def _means_no_card(error: Exception) -> bool:
+    return any(
+        word in type(error).__name__ + str(error) for word in ("LibraryNotFound", "DriverNotLoaded", "Not Found")
+    )
+
+
+def _handles(nvml: Any, notes: list[str]) -> list[Any]:
+    """Handles in PCI order. A lost card has none, and CUDA does not count it either."""
+    handles = []
+    try:
+        count = nvml.nvmlDeviceGetCount()
+    except nvml.NVMLError as error:
+        notes.append(f"The NVIDIA driver does not say how many cards there are ({error}).")
+        return []
+    for index in range(count):
+        try:
+            handles.append(nvml.nvmlDeviceGetHandleByIndex(index))
+        except nvml.NVMLError as error:
+            notes.append(f"NVIDIA card {index} does not answer ({error}); the others are used.")
+    return handles
+
+
+def _cuda_order(nvml: Any, handles: list[Any], environment: Mapping[str, str], notes: list[str]) -> list[Any]:
+    """CUDA's numbering. NVML counts by PCI address; CUDA does so only when told, and else puts the fastest first."""
+    if environment.get("CUDA_DEVICE_ORDER", "").upper() == "PCI_BUS_ID" or len(handles) < 2:
+        return handles
+    names = {_text(_ask(nvml, "nvmlDeviceGetName", handle, default=str(i))) for i, handle in enumerate(handles)}
+    if len(names) == 1:
+        return handles
+    notes.append(
+        "The cards differ, and CUDA numbers the fastest one 0. Set CUDA_DEVICE_ORDER=PCI_BUS_ID to number them as "
+        "nvidia-smi does."
+    )
+    return sorted(handles, key=lambda handle: -_speed_guess(nvml, handle))  # stable: equal ones keep PCI order
+
+
+def _speed_guess(nvml: Any, handle: Any) -> float:
+    """CUDA's own order is by cores times clock; both are asked, 0 when the driver does not say."""
+    cores = _ask(nvml, "nvmlDeviceGetNumGpuCores", handle, default=0)
+    clock = _ask(nvml, "nvmlDeviceGetMaxClockInfo", handle, getattr(nvml, "NVML_CLOCK_SM", 1), default=1)
+    return float(cores) * float(clock)
+
+
+def _visible(nvml: Any, handles: list[Any], mask: str | None, notes: list[str]) -> list[Any]:
+    """What CUDA_VISIBLE_DEVICES leaves, in its order.
+
+    CUDA's rules: unset shows all, empty none; entries are indices or the beginnings of UUIDs; the first invalid entry
+    ends the list; a card named twice hides them all.
+    """
+    if mask is None:
+        return handles
+    uuids = [_text(_ask(nvml, "nvmlDeviceGetUUID", handle, default="")) for handle in handles]
+    chosen: list[Any] = []
+    for entry in (part.strip() for part in mask.split(",")):
+        handle = _entry(nvml, entry, handles, uuids)
+        if handle is None:
+            break
+        if any(handle is other for other in chosen):
+            notes.append(f"CUDA_VISIBLE_DEVICES={mask} names a card twice, so CUDA shows none.")
+            return []
+        chosen.append(handle)
+    if handles and not chosen:
+        notes.append(f"CUDA_VISIBLE_DEVICES={mask!r} hides all {len(handles)} NVIDIA cards. Unset it to use them.")
+    return chosen
+
+
+def _entry(nvml: Any, entry: str, handles: list[Any], uuids: list[str]) -> Any:
+    """The card one entry of the mask means, or None. MIG slices are asked for by their own UUID."""
+    if entry.startswith("MIG-"):
+        return _ask(nvml, "nvmlDeviceGetHandleByUUID", entry)
+    if entry.startswith("GPU-"):
+        matches = [handle for handle, uuid in zip(handles, uuids, strict=True) if uuid and uuid.startswith(entry)]
+        return matches[0] if len(matches) == 1 else None
+    number = re.match(r"\+?(\d+)", entry)
+    index = int(number.group(1)) if number else -1
+    return handles[index] if 0 <= index < len(handles) else None
+
+
+def _nvidia_card(nvml: Any, handle: Any, index: int, notes: list[str]) -> Device | None:
+    """One card's facts. Without its memory it cannot be planned for; everything else may be unknown."""
+    name = _text(_ask(nvml, "nvmlDeviceGetName", handle, default=f"NVIDIA card {index}"))
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    except nvml.NVMLError as error:
+        notes.append(f"{name} (cuda:{index}) does not tell its memory ({error}); it is not used.")
+        return None
+    capability = _ask(nvml, "nvmlDeviceGetCudaComputeCapability", handle, default=(0, 0))
+    return with_catalogue_rates(
+        Device(
+            kind="cuda",
+            name=name,
+            torch_device=f"cuda:{index}",
+            identity=_text(_ask(nvml, "nvmlDeviceGetUUID", handle, default=f"cuda:{index}")),
+            memory_bytes=int(memory.total),
+            free_bytes=int(memory.free),
+            bf16=tuple(capability) >= (8, 0),
+            fp16=tuple(capability) >= (5, 3),
+            fp8=tuple(capability) >= (8, 9),
+            power_watts=_ask(nvml, "nvmlDeviceGetEnforcedPowerLimit", handle, default=0) / 1000,
+        )
+    )
+
+
+def _ask(nvml: Any, function: str, *arguments: Any, default: Any = None) -> Any:
+    """One optional question to the driver: `default` when it cannot answer or does not know the question."""
+    try:
+        return getattr(nvml, function)(*arguments)
+    except (nvml.NVMLError, AttributeError):
+        return default
+
+
+def _text(value: Any) -> str:
+    """Older NVML bindings answer in bytes."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def with_catalogue_rates(device: Device) -> Device:
+    """`device` with the rates of its entry in the catalogue; as it is when the catalogue has none."""
+    import dataclasses
+
+    from vramfit.hardware.catalogue import find  # it builds on this module's types
+
+    card = find(device.name, memory_bytes=device.memory_bytes)
+    if card is None:
+        return device
+    return dataclasses.replace(
+        device,
+        flops=dict(card.flops),
+        memory_bandwidth=card.memory_bandwidth,
+        link_bandwidth=card.link_bandwidth,
+        power_watts=device.power_watts or card.power_watts,
+        rates="catalogue",
+    )
+
+
+# --- cards only torch knows ------------------------------------------------------------------------------------------
+
+
+def _torch_may_know_cards(build: TorchBuild | None) -> bool:
+    """Whether starting torch to ask can find anything: it costs seconds."""
+    return build is not None and bool(build.hip or build.xpu or sys.platform == "darwin")
+
+
+def _cards_of_torch(notes: list[str]) -> list[Device]:
+    """Asks torch in a child process, which is stopped when a driver hangs."""
+    command = [sys.executable, "-m", "vramfit.hardware.torch_devices"]
+    try:
+        answer = subprocess.run(
+            command,
+            capture_output=True,
+            timeout=_CHILD_SECONDS,
+            check=True,
+            cwd=Path(__file__).parent.parent.parent,
+            encoding="utf-8",
+        )
+        rows = json.loads(answer.stdout.strip().splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        notes.append(f"torch did not list its cards within {_CHILD_SECONDS:.0f} s; runs use the CPU.")
+        return []
+    except (subprocess.CalledProcessError, OSError, ValueError, IndexError) as error:
+        notes.append(f"torch could not list its cards ({type(error).__name__}); runs use the CPU.")
+        return []
+    return [with_catalogue_rates(Device(**row)) for row in rows]
+
+
+# --- the machine itself ----------------------------------------------------------------------------------------------
+
+
+def _cpu(ram: int, free: int, cores: int) -> Device:
+    """The CPU as a device: RAM is its memory. 16-bit arithmetic works but is slower than fp32 nearly everywhere."""
+    return Device(
+        kind="cpu",
+        name=f"CPU ({cores} cores)" if cores > 1 else "CPU (1 core)",
+        torch_device="cpu",
+        identity="cpu",
+        memory_bytes=ram,
+        free_bytes=free,
+        bf16=False,
+        fp16=False,
+        flops={"fp32": FP32_FLOPS_PER_CORE * cores},
+    )
+
+
+def _cores(environment: Mapping[str, str]) -> int:
+    """Cores this process may use: physical ones, within its affinity, its cgroup's share and OMP_NUM_THREADS."""
+    limits = [psutil.cpu_count(logical=False) or psutil.cpu_count() or 1]
+    if hasattr(os, "sched_getaffinity"):
+        limits.append(len(os.sched_getaffinity(0)))
+    quota = _cgroup_numbers("cpu.max")
+    limits += [max(1, int(numbers[0] / numbers[1])) for numbers in quota if len(numbers) == 2 and numbers[1]]
+    threads = environment.get("OMP_NUM_THREADS", "")
+    limits += [int(threads)] if threads.isdigit() and int(threads) else []
+    return max(1, min(limits))
+
+
+def _within_cgroup(total: int, free: int) -> tuple[int, int]:
+    """RAM and free RAM, not more than a container's or job's limit allows."""
+    for limit, used in zip(_cgroup_numbers("memory.max"), _cgroup_numbers("memory.current"), strict=False):
+        if limit and used and limit[0] < total:
+            total = int(limit[0])
+            free = min(free, max(0, int(limit[0] - used[0])))
+    return total, free
+
+
+def _cgroup_numbers(name: str) -> list[list[float]]:
+    """The file `name` of our control group and of each above it (Linux, version 2), as numbers; "max" is empty."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        own = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()[0].rpartition(":")[2].lstrip("/")
+    except (OSError, IndexError):
+        return []
+    group = root / own
+    found = []
+    for folder in (group, *group.parents):
+        if not folder.is_relative_to(root):
+            break
+        try:
+            words = (folder / name).read_text(encoding="utf-8").split()
+        except OSError:
+            words = []
+        found.append([float(word) for word in words] if words and words[0] != "max" else [])
+    return found
+
+
+def _existing(folder: Path) -> Path:
+    """`folder` or the nearest one above it that exists: its disk is where the data will lie."""
+    folder = folder.expanduser().absolute()
+    return next((place for place in (folder, *folder.parents) if place.exists()), Path.cwd())
