@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from vramfit.config import RunConfig
+from vramfit.training import checkpoint
 from vramfit.training.metrics import Event, PhaseProgress
 
 State = Literal[
@@ -87,8 +88,8 @@ class Job:
 
     @property
     def has_checkpoint(self) -> bool:
-        """There is something in the checkpoints folder; whether it is whole is for the resume to verify."""
-        return self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
+        """There is a complete checkpoint; whether its bytes are unharmed is for the resume to verify."""
+        return bool(checkpoint.steps(self.checkpoints))
 
     @property
     def resumable(self) -> bool:

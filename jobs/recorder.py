@@ -62,7 +62,8 @@ class _Batch:
 class StoreRecorder:
     """Implements vramfit.training.metrics.Recorder for one attempt of one job. Use as a context manager.
 
-    `fenced` becomes True when a newer attempt has taken over: nothing of this one is written any more.
+    `fenced` becomes True when a newer attempt has taken over: nothing of this one is written any more. `stepped` is
+    True once a step was reported, `phase_name` is the last phase.
     """
 
     def __init__(self, store: Store, job: int, *, attempt: int) -> None:
@@ -70,7 +71,8 @@ class StoreRecorder:
         self._waiting = _Batch()
         self._wanted_at: float | None = None  # monotonic time at which what waits must be written
         self._phase_at = float("-inf")
-        self._last_phase: str | None = None
+        self.phase_name: str | None = None
+        self.stepped = False
         self._flushing = self._closing = False
         self._lock = threading.Condition()
         self._retry_s = 0.0
@@ -92,8 +94,8 @@ class StoreRecorder:
         now = time.monotonic()
         with self._lock:
             # A new phase is shown at once, progress within one at most five times a second.
-            wait = 0.0 if progress.name != self._last_phase else max(0.0, self._phase_at + PHASE_S - now)
-            self._last_phase, self._waiting.phase = progress.name, progress
+            wait = 0.0 if progress.name != self.phase_name else max(0.0, self._phase_at + PHASE_S - now)
+            self.phase_name, self._waiting.phase = progress.name, progress
             self._want(now + wait)
 
     def forecast(self, forecast: Forecast) -> None:
@@ -104,6 +106,7 @@ class StoreRecorder:
     def steps(self, metrics: Sequence[StepMetrics]) -> None:
         with self._lock:
             self._waiting.steps.extend(metrics)
+            self.stepped = self.stepped or bool(metrics)
             full = len(self._waiting.steps) >= FLUSH_ROWS
             self._want(time.monotonic() + (0.0 if full else FLUSH_S))
 

@@ -517,6 +517,14 @@ class Store:
         with self._write(durable=True) as db:
             db.execute("DELETE FROM leases WHERE name = ? AND owner = ?", [name, owner])
 
+    def retire(self, name: str, *, owner: str) -> bool:
+        """Give a lease back if no job waits or is active, in one transaction: no job is left behind. False: one is."""
+        with self._write(durable=True) as db:
+            if self._one(f"SELECT 1 FROM jobs WHERE state IN {_in(('queued', *ACTIVE))} LIMIT 1"):
+                return False
+            db.execute("DELETE FROM leases WHERE name = ? AND owner = ?", [name, owner])
+            return True
+
     def lease(self, name: str) -> tuple[str, float] | None:
         """The holder's identity and its last heartbeat (Unix seconds)."""
         with self._reported():

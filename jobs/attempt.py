@@ -1,0 +1,236 @@
+"""Attempt: one trainer at work on one job, whoever started it. It records, shows that it lives, hears Stop, and ends.
+
+The queue's child (run_job) and `python -m vramfit train` (foreground) both train inside one, so a run leaves the same
+rows and ends by the same rules either way.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from jobs.job import Job, State
+from jobs.store import Store
+from vramfit.errors import InternalError, UserError, VramfitError
+from vramfit.hardware.devices import Device, probe
+from vramfit.hardware.telemetry import Sampler
+from vramfit.training.metrics import RunResult
+
+WATCH_S: Final = 0.5
+HEARTBEAT_S: Final = 2.0
+TELEMETRY_S: Final = 1.0
+LEAVE_S: Final = 3.0
+INSIST_S: Final = 60.0
+_UNKNOWN: Final = Device(
+    kind="cpu", name="", torch_device="cpu", identity="", memory_bytes=0, free_bytes=0, bf16=False, fp16=False
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How a failed run is explained: one sentence, what to do, and the exit code (2: the user's side, 1: ours)."""
+
+    what: str
+    remedy: str
+    code: int
+
+
+class Attempt:
+    """Use as a context manager around the training of `job`, whose current attempt must belong to this process.
+
+    `recorder` and `should_stop` go to the training loop; `finish` or `fail` ends the job. With `may_leave`, a stop that
+    comes before the first step (a model that loads for a minute) ends the process at once: nothing is there to save.
+    """
+
+    def __init__(self, store: Store, job: Job, *, may_leave: bool = False) -> None:
+        self.store, self.job = store, job
+        self.terminated = False  # set by a signal handler: the system, not the user, wants an end
+        self._may_leave = may_leave
+        self._asked_at: float | None = None
+        self._over = threading.Event()
+        # Taken by whoever ends the job (main thread or _leave) and never given back: a job ends once.
+        self._ending = threading.Lock()
+        self.recorder = store.recorder(job.id, job.attempt)
+        self._threads = [
+            threading.Thread(target=self._watch, name="watch", daemon=True),
+            threading.Thread(target=self._sample, name="telemetry", daemon=True),
+        ]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self.recorder.close()
+        for thread in self._threads:
+            thread.join(timeout=5)
+
+    def should_stop(self) -> bool:
+        """True once the run should save and end. Cheap: a thread asks the store every half second."""
+        return self.terminated or self._asked_at is not None
+
+    # ---- threads ----------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Hear Stop, and show that the process lives. A locked database only makes this late."""
+        beat_at = time.monotonic()
+        while not self._over.wait(WATCH_S):
+            try:
+                if self._asked_at is None and (
+                    self.terminated or self.store.stopping(self.job.id, attempt=self.job.attempt)
+                ):
+                    self._asked_at = time.monotonic()
+                if time.monotonic() - beat_at >= HEARTBEAT_S:
+                    self.store.heartbeat(self.job.id, attempt=self.job.attempt)
+                    beat_at = time.monotonic()
+            except UserError as error:
+                print(f"the job store did not answer: {error}", file=sys.stderr)
+            if self._may_leave and self._nothing_to_save():
+                self._leave()
+
+    def _nothing_to_save(self) -> bool:
+        """Asked to stop a moment ago, and no step of this attempt was done, nor is the result being written."""
+        return (
+            self._asked_at is not None
+            and time.monotonic() - self._asked_at >= LEAVE_S
+            and not self.recorder.stepped
+            and self.recorder.phase_name not in ("saving", "exporting")
+        )
+
+    def _leave(self) -> None:
+        """End the process from this thread; the main one may sit in a long call that cannot be interrupted."""
+        if not self._ending.acquire(blocking=False):
+            return
+        print("Asked to stop before the first step: there is nothing to save.", flush=True)
+        self._end_stopped(steps=0)
+        sys.stdout.flush()
+        os._exit(0)
+
+    def _sample(self) -> None:
+        """Read the machine once a second, from the very start; which card it is takes longer to find out."""
+        sampler = Sampler(_UNKNOWN)
+        self.recorder.telemetry(sampler.read(os.getpid()))
+        try:
+            sampler = Sampler(probe(self.store.data_dir).device(self.job.config.device))
+        except VramfitError as error:
+            print(f"telemetry shows the process only: {error}", file=sys.stderr)
+        while not self._over.wait(TELEMETRY_S):
+            self.recorder.telemetry(sampler.read(os.getpid()))
+
+    # ---- the end ----------------------------------------------------------------------------------------------
+
+    def finish(self, result: RunResult) -> None:
+        """The loop returned: succeeded, or stopped with a checkpoint."""
+        self._ending.acquire()
+        values = {
+            "final_loss": result.final_loss,
+            "eval_loss": result.eval_loss,
+            "peak_allocated_bytes": result.peak_allocated_bytes,
+            "export": result.export,
+        }
+        if result.stopped:
+            self._end_stopped(steps=result.steps, **values)
+        else:
+            self._end("succeeded", **values)
+
+    def fail(self, error: BaseException) -> int:
+        """The loop raised: failed, with the reason. The traceback goes to the log. Returns the exit code."""
+        self._ending.acquire()
+        if not isinstance(error, UserError):
+            traceback.print_exception(error)
+        if isinstance(error, KeyboardInterrupt):
+            self._end(
+                "interrupted",
+                failure="The run was interrupted from the keyboard.",
+                remedy="Resume goes on from the last checkpoint.",
+            )
+            return 1
+        failure = explain(error)
+        print(f"failed: {failure.what} {failure.remedy}", file=sys.stderr)
+        self._end("failed", failure=failure.what, remedy=failure.remedy)
+        return failure.code
+
+    def _end_stopped(self, *, steps: int, **values: Any) -> None:
+        state = self.store.job(self.job.id).state
+        if state == "pausing":
+            self._end("paused", **values)
+        elif state == "stopping" or not self.terminated:
+            self._end("cancelled", **values)
+        else:
+            self._end(
+                "interrupted",
+                failure=f"The system asked the trainer to end; it saved its work at step {steps}.",
+                remedy="Resume goes on from there.",
+                **values,
+            )
+
+    def _end(self, state: State, **values: Any) -> None:
+        """All rows first, then the final state, so that whoever sees the state sees all rows."""
+        self._over.set()
+        self.recorder.close()
+        expected: tuple[State, ...] = ("starting", "running", "pausing", "stopping")
+        insist(
+            lambda: self.store.transition(
+                self.job.id, expected=expected, state=state, attempt=self.job.attempt, **values
+            )
+        )
+
+
+def insist(change: Callable[[], None], *, seconds: float = INSIST_S) -> None:
+    """Make a change of the store, again and again while the database is locked or the disk full. Raises UserError."""
+    deadline, wait = time.monotonic() + seconds, 0.1
+    while True:
+        try:
+            return change()
+        except UserError as error:
+            if not isinstance(error.__cause__, sqlite3.Error) or time.monotonic() > deadline:
+                raise
+        time.sleep(wait)
+        wait = min(2 * wait, 5.0)
+
+
+def explain(error: BaseException) -> Failure:
+    """An exception as the user reads it. Never a traceback."""
+    log = "The log has the details."
+    if isinstance(error, UserError):
+        return Failure(what=_sentence(error.what), remedy=error.remedy, code=2)
+    if isinstance(error, InternalError):
+        return Failure(what=_sentence(error.what), remedy=error.remedy or log, code=1)
+    text = next(iter(str(error).splitlines()), "")
+    if _is_out_of_memory(error, text):
+        where = "The device" if "CUDA" in text or "XPU" in text else "The machine"
+        return Failure(
+            what=_sentence(f"{where} ran out of memory: {text or 'no more could be had'}"),
+            remedy="Set a smaller micro-batch or maximum length, or recompute activations; then start or resume it.",
+            code=2,
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
+        return Failure(
+            what=_sentence(f"The disk is full: {error.filename or text}"),
+            remedy="Free some room and resume the run; checkpoints saved so far are kept.",
+            code=2,
+        )
+    return Failure(
+        what=_sentence(f"Unexpected error ({type(error).__name__}{': ' + text if text else ''})"), remedy=log, code=1
+    )
+
+
+def _is_out_of_memory(error: BaseException, text: str) -> bool:
+    """torch's own errors are told by name and text: this module must not import torch."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -1,0 +1,89 @@
+"""The trainer's process: python -m jobs.run_job ID --data-dir DIR [--attempt N]
+
+Started by the supervisor in a session of its own; it outlives panel and supervisor. Output goes to the run's
+trainer.log. Exit code 0: done or stopped as asked, 2: the user's side is at fault, 1: ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+from jobs import processes
+from jobs.attempt import Attempt
+from jobs.job import Job
+from jobs.store import Store
+from vramfit.errors import UserError
+from vramfit.training import checkpoint
+from vramfit.training.metrics import PhaseProgress, RunResult
+
+Train = Callable[[Attempt, bool], RunResult]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Take up the attempt, train, note how it ended. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m jobs.run_job", description=__doc__.partition("\n")[0])
+    parser.add_argument("id", type=int)
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--attempt", type=int, help="refuse to run when this is not the job's attempt any more")
+    options = parser.parse_args(arguments)
+    try:
+        with Store(options.data_dir) as store:
+            return run(store, options.id, attempt=options.attempt)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def run(store: Store, id_: int, *, attempt: int | None = None, train: Train | None = None) -> int:
+    """Run the current attempt of a job in this process. `train` is what trains (tests give their own).
+
+    Raises JobError when the attempt is not this process's to run.
+    """
+    job = store.job(id_)
+    number = job.attempt if attempt is None else attempt
+    saved = max(checkpoint.steps(job.checkpoints), default=0)
+    store.begin_attempt(id_, attempt=number, owner=processes.own_identity(), resume_step=saved)
+    with Attempt(store, store.job(id_), may_leave=True) as session:
+        _listen(session)
+        session.recorder.phase(PhaseProgress(name="loading", detail="torch"))
+        session.recorder.flush()  # shown before the seconds that importing torch takes
+        try:
+            result = (train or _train)(session, saved > 0)
+        except BaseException as error:
+            return session.fail(error)
+        session.finish(result)
+        return 0
+
+
+def _train(session: Attempt, resume: bool) -> RunResult:
+    from vramfit.training.loop import train
+
+    job: Job = session.job
+    return train(
+        job.config,
+        folder=job.folder,
+        cache=session.store.data_dir / "cache",
+        recorder=session.recorder,
+        should_stop=session.should_stop,
+        resume=resume,
+    )
+
+
+def _listen(session: Attempt) -> None:
+    """TERM (and Windows' break) only sets a flag: the loop saves and ends at the next step."""
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        session.terminated = True
+
+    signal.signal(signal.SIGTERM, ask)
+    if sys.platform == "win32":
+        signal.signal(signal.SIGBREAK, ask)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

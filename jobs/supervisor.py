@@ -1,0 +1,399 @@
+"""The supervisor: python -m jobs.supervisor --data-dir DIR. Claims queued jobs one by one, starts and watches trainers.
+
+One per data folder, by lease. It owns no run: killed, it leaves the trainer at work, and the next supervisor adopts
+it. It leaves by itself when there is nothing to do and no panel was open for a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Final, Literal
+
+from jobs import processes
+from jobs.job import Job, State
+from jobs.store import PANEL_LEASE, SUPERVISOR_LEASE, Store
+from vramfit.errors import JobError, UserError
+from vramfit.training.metrics import Event
+
+POLL_S: Final = 0.1
+LEASE_S: Final = 2.0
+LEASE_STALE_S: Final = 30.0  # for a holder on another machine or in another container, where no pid can be checked
+LOG: Final = "supervisor.log"
+LOG_BYTES: Final = 5 * 2**20
+START_TRIES: Final = 3  # a job whose start ends the supervisor again and again is not started for ever
+CRASHES: Final = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGSYS", "SIGTRAP")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long things may take, in seconds.
+
+    `stop`: from Stop to TERM (ten times that while a checkpoint or the result is being written); `term`: from TERM to
+    KILL; `start`: until a spawned trainer of a dead supervisor has said who it is; `leave`: from a trainer's final
+    state to the end of its process; `idle`: without work and without a panel until the supervisor leaves.
+    """
+
+    stop: float = 120.0
+    term: float = 10.0
+    start: float = 60.0
+    leave: float = 30.0
+    idle: float = 60.0
+
+
+def trainer_command(job: Job, data_dir: Path) -> list[str]:
+    """The command of the real trainer."""
+    return processes.python_module(
+        "jobs.run_job", str(job.id), "--data-dir", str(data_dir), "--attempt", str(job.attempt)
+    )
+
+
+@dataclass(kw_only=True)
+class _Trainer:
+    """One trainer under watch. Times are the loop's `now`."""
+
+    job: int
+    attempt: int
+    who: str | None  # None: spawned by an earlier supervisor and not yet known
+    process: subprocess.Popen[bytes] | None  # None: adopted
+    since: float
+    kills_before: int | None
+    stop_seen_at: float | None = None
+    final_seen_at: float | None = None
+    pressed: Literal["no", "term", "kill"] = "no"
+
+    def ended(self, now: float, *, start: float) -> bool:
+        if self.process is not None:
+            return self.process.poll() is not None
+        if self.who is None:
+            return now - self.since > start
+        return not processes.alive(self.who)
+
+    @property
+    def code(self) -> int | None:
+        return None if self.process is None else self.process.returncode
+
+
+class Supervisor:
+    """`start()` takes the lease, then `step(now)` is called over and over with a monotonic time in seconds.
+
+    `command` makes the trainer's command line from the job and the data folder.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        command: Callable[[Job, Path], Sequence[str]] = trainer_command,
+        patience: Patience = Patience(),
+    ) -> None:
+        self._store, self._command, self._patience = store, command, patience
+        self._who = processes.own_identity()
+        self._trainer: _Trainer | None = None
+        self._renewed_at = float("-inf")
+        self._panel_beat: float | None = None
+        self._busy_at: float | None = None
+
+    def start(self) -> bool:
+        """Take the lease. False: a living supervisor has it."""
+        return self._store.take_lease(SUPERVISOR_LEASE, owner=self._who, alive=self._holder_alive)
+
+    def _holder_alive(self, who: str, heartbeat_at: float) -> bool:
+        return holder_alive(who, heartbeat_at, now=self._store.clock())
+
+    def step(self, now: float) -> bool:
+        """One round: renew, watch, claim. False: leave (nothing to do, or the lease is gone)."""
+        if now - self._renewed_at >= LEASE_S:
+            if not self._store.renew_lease(SUPERVISOR_LEASE, owner=self._who):
+                say("The lease of this data folder is gone; leaving it to the other supervisor.")
+                return False
+            self._renewed_at = now
+        active = self._store.active_jobs()
+        self._watch(active, now)
+        if self._trainer is None and not active:
+            self._claim(now)
+        return not self._idle(now, busy=bool(active) or self._trainer is not None)
+
+    # ---- watching ---------------------------------------------------------------------------------------------
+
+    def _watch(self, active: Sequence[Job], now: float) -> None:
+        for job in active:
+            if job.foreground:
+                self._watch_foreground(job)
+            elif self._trainer is None:
+                self._adopt(job, now)
+        trainer = self._trainer
+        if trainer is None:
+            return
+        if trainer.who is None:
+            trainer.who = self._store.job(trainer.job).owner
+        if trainer.ended(now, start=self._patience.start):
+            self._bury(trainer)
+            self._trainer = None
+            return
+        job = self._store.job(trainer.job)
+        if job.active and job.attempt == trainer.attempt:
+            self._press_to_stop(trainer, job, now)
+        else:
+            self._press_to_leave(trainer, now)
+
+    def _watch_foreground(self, job: Job) -> None:
+        """Its process watches itself; only its death is ours to note."""
+        if job.owner is not None and not self._holder_alive(job.owner, job.heartbeat_at or 0.0):
+            self._conclude(job, "interrupted", f"The process that ran it ended without a word{_restart(job.owner)}.")
+
+    def _adopt(self, job: Job, now: float) -> None:
+        """An active job from before this supervisor: its trainer lives, or will be found dead in this same round."""
+        self._trainer = _Trainer(
+            job=job.id,
+            attempt=job.attempt,
+            who=job.owner,
+            process=None,
+            since=now,
+            kills_before=processes.out_of_memory_kills(),
+        )
+        say(f"Found job {job.id} {job.state}; watching its trainer ({job.owner}).")
+
+    def _bury(self, trainer: _Trainer) -> None:
+        """The trainer's process is gone: end what it started, and note its death unless it noted its own end."""
+        if trainer.who is not None:
+            processes.end(trainer.who, grace_s=0.0 if trainer.pressed == "kill" else 1.0)
+        job = self._store.job(trainer.job)
+        say(f"The trainer of job {job.id} ended, exit code {trainer.code}, state {job.state}.")
+        if not job.active or job.attempt != trainer.attempt:
+            return
+        if job.state in ("stopping", "pausing"):
+            late = trainer.pressed != "no"
+            self._conclude(job, "cancelled" if job.state == "stopping" else "paused", _stop_note(self._patience, late))
+            return
+        if job.started_at is None and trainer.process is None and job.attempt < START_TRIES:
+            # The supervisor died between claiming and starting. The next attempt's number shuts this one out.
+            self._store.transition(job.id, expected=("starting",), state="queued", attempt=job.attempt)
+            self._note(job.id, "queued", "Its trainer never began, because the supervisor was ended; it waits again.")
+            return
+        self._conclude(job, *_death(trainer, processes.out_of_memory_kills()))
+
+    def _conclude(self, job: Job, state: State, failure: str | None) -> None:
+        remedy = None
+        if failure is not None:
+            go_on = "Resume goes on from the last checkpoint" if job.has_checkpoint else "Start it again"
+            remedy = f"{go_on}; the log has the details."
+        with contextlib.suppress(JobError):  # the trainer noted its own end a moment before
+            self._store.transition(
+                job.id,
+                expected=("starting", "running", "pausing", "stopping"),
+                state=state,
+                attempt=job.attempt,
+                failure=failure,
+                remedy=remedy,
+            )
+            if failure is not None:
+                self._note(job.id, state, failure)
+
+    def _note(self, id_: int, kind: str, message: str) -> None:
+        say(f"job {id_}: {message}")
+        event = Event(time=self._store.clock(), level="warning", kind=kind, message=message)
+        self._store.add_event(id_, event)
+
+    def _press_to_stop(self, trainer: _Trainer, job: Job, now: float) -> None:
+        """A stop has a deadline: then TERM, then KILL, for the whole group."""
+        if job.state not in ("stopping", "pausing") or trainer.who is None:
+            return
+        if trainer.stop_seen_at is None:
+            trainer.stop_seen_at = now
+        writing = job.phase is not None and job.phase.name in ("saving", "exporting")
+        allowed = self._patience.stop * (10 if writing else 1)
+        waited = now - trainer.stop_seen_at
+        if trainer.pressed == "no" and waited >= allowed:
+            self._note(job.id, "stop", f"It did not end within {allowed:.0f} s of Stop and is asked once more (TERM).")
+            processes.terminate(trainer.who)
+            trainer.pressed = "term"
+        elif trainer.pressed == "term" and waited >= allowed + self._patience.term:
+            self._note(
+                job.id, "stop", f"It did not end within {self._patience.term:.0f} s of TERM and is ended (KILL)."
+            )
+            trainer.pressed = "kill"
+            processes.kill(trainer.who)
+
+    def _press_to_leave(self, trainer: _Trainer, now: float) -> None:
+        """The job is over but the process lingers, and may still hold the card that the next one needs."""
+        if trainer.final_seen_at is None:
+            trainer.final_seen_at = now
+        if now - trainer.final_seen_at >= self._patience.leave and trainer.who is not None:
+            say(f"The trainer of job {trainer.job} did not leave within {self._patience.leave:.0f} s; ending it.")
+            trainer.pressed = "kill"
+            processes.kill(trainer.who)
+
+    # ---- starting ---------------------------------------------------------------------------------------------
+
+    def _claim(self, now: float) -> None:
+        job = self._store.claim_next(self._who)
+        if job is None:
+            return
+        try:
+            process = processes.spawn(self._command(job, self._store.data_dir), log=job.log)
+        except OSError as error:
+            self._conclude(job, "failed", f"The trainer could not be started: {error.strerror or error}.")
+            return
+        who = processes.identity(process.pid)
+        self._trainer = _Trainer(
+            job=job.id,
+            attempt=job.attempt,
+            who=who,
+            process=process,
+            since=now,
+            kills_before=processes.out_of_memory_kills(),
+        )
+        if who is not None:
+            self._store.set_owner(job.id, attempt=job.attempt, owner=who)
+        say(f"Started job {job.id}, attempt {job.attempt}, pid {process.pid}.")
+
+    # ---- leaving ----------------------------------------------------------------------------------------------
+
+    def _idle(self, now: float, *, busy: bool) -> bool:
+        """Nothing to do and no panel for a while. What counts is that the panel's time stamp changes, not its value,
+        so that a clock set back or forward closes nothing."""
+        panel = self._store.lease(PANEL_LEASE)
+        beat = None if panel is None else panel[1]
+        if self._busy_at is None or busy or beat != self._panel_beat:
+            self._busy_at, self._panel_beat = now, beat
+        if now - self._busy_at < self._patience.idle:
+            return False
+        return self._store.retire(SUPERVISOR_LEASE, owner=self._who)
+
+    def stop(self) -> None:
+        """Give the lease back. The trainer goes on."""
+        self._store.release_lease(SUPERVISOR_LEASE, owner=self._who)
+
+
+def holder_alive(who: str, heartbeat_at: float, *, now: float) -> bool:
+    """Whether the holder of a lease lives: by its process here, by its heartbeat when it is not of this boot.
+
+    A heartbeat from the future (a clock set back) counts as stale after the same time as one from the past.
+    """
+    if processes.same_boot(who):
+        return processes.alive(who)
+    return abs(now - heartbeat_at) < LEASE_STALE_S
+
+
+def _restart(owner: str) -> str:
+    return "" if processes.same_boot(owner) else "; the machine was started again since"
+
+
+def _stop_note(patience: Patience, late: bool) -> str | None:
+    if not late:
+        return None
+    return (
+        f"It did not end within {patience.stop:.0f} s of Stop and was ended; steps since the last checkpoint are lost."
+    )
+
+
+def _death(trainer: _Trainer, kills_now: int | None) -> tuple[State, str]:
+    """State and reason of a trainer that ended without noting its own end."""
+    starved = trainer.kills_before is not None and kills_now is not None and kills_now > trainer.kills_before
+    code = trainer.code
+    if trainer.who is not None and not processes.same_boot(trainer.who):
+        return "interrupted", "The machine was started again while it trained."
+    if starved and code in (None, -9):
+        return "failed", "The machine ran out of memory (RAM) and the system ended the trainer (SIGKILL)."
+    if code is None:
+        return "interrupted", "The trainer ended without a word while no supervisor of this folder watched it start."
+    if code < 0:
+        name = processes.signal_name(-code)
+        if name in CRASHES:
+            return "failed", f"The trainer crashed ({name})."
+        return "interrupted", f"The trainer was ended from outside ({name})."
+    return "failed", f"The trainer ended with exit code {code} before it could say how the run went."
+
+
+def ensure_running(data_dir: Path) -> None:
+    """Start a supervisor for this folder, apart from this process, unless a living one has the lease.
+
+    Takes a few milliseconds and does not wait for it. Called twice at once, two may start; the second one leaves.
+    """
+    with Store(data_dir) as store:
+        holder = store.lease(SUPERVISOR_LEASE)
+        if holder is not None and holder_alive(*holder, now=store.clock()):
+            return
+        folder = store.data_dir
+    log = folder / LOG
+    with contextlib.suppress(OSError):
+        if log.stat().st_size > LOG_BYTES:
+            log.replace(log.with_suffix(".log.1"))
+    command = processes.python_module("jobs.supervisor", "--data-dir", str(folder))
+    _started[:] = [process for process in _started if process.poll() is None]
+    try:
+        _started.append(processes.spawn(command, log=log))
+    except OSError as error:
+        raise JobError(
+            f"The job supervisor could not be started: {error.strerror or error}",
+            "Free some memory or disk, and retry.",
+        ) from error
+
+
+_started: list[subprocess.Popen[bytes]] = []  # kept, so that ended ones are collected
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Hold the lease and work until there is nothing to do or a signal comes."""
+    parser = argparse.ArgumentParser(prog="python -m jobs.supervisor", description=__doc__.partition("\n")[0])
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--idle", type=float, default=Patience.idle, help="seconds without work until it leaves")
+    options = parser.parse_args(arguments)
+    try:
+        with Store(options.data_dir) as store:
+            supervisor = Supervisor(store, patience=Patience(idle=options.idle))
+            if not supervisor.start():
+                holder = store.lease(SUPERVISOR_LEASE)
+                pid = processes.pid_of(holder[0]) if holder else "unknown"
+                say(f"Another supervisor (pid {pid}) works on {store.data_dir}; this one leaves.")
+                return 0
+            loop(supervisor)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def loop(supervisor: Supervisor, *, asked: Callable[[], bool] | None = None) -> None:
+    """Step until it wants to leave or `asked()` (default: TERM or INT came). A locked database only makes it late."""
+    asked = asked or _signal_flag()
+    while not asked():
+        try:
+            if not supervisor.step(time.monotonic()):
+                return
+        except UserError as error:
+            say(f"will try again: {error}")
+        time.sleep(POLL_S)
+    say("Asked to leave; trainers go on.")
+    with contextlib.suppress(UserError):
+        supervisor.stop()
+
+
+def _signal_flag() -> Callable[[], bool]:
+    """Signal handlers set a flag, nothing else."""
+    seen: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, note)
+    return lambda: bool(seen)
+
+
+def say(message: str) -> None:
+    """A line in supervisor.log."""
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

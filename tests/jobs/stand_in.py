@@ -1,0 +1,129 @@
+"""Stand-ins run as real processes by the tests: a trainer without torch, and a supervisor that starts it.
+
+    stand_in.py train ID DATA_DIR ATTEMPT       what it does is told by the job's name: "steps=50 delay=0.01 ..."
+    stand_in.py supervise DATA_DIR IDLE_S
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from jobs.attempt import Attempt
+from jobs.run_job import run
+from jobs.store import Store
+from jobs.supervisor import Patience, Supervisor, loop
+from vramfit.errors import DataError
+from vramfit.training import checkpoint
+from vramfit.training.metrics import PhaseProgress, RunResult, StepMetrics
+
+
+def metrics(step: int) -> StepMetrics:
+    return StepMetrics(
+        step=step,
+        time=time.time(),
+        loss=1.0 / step,
+        learning_rate=0.1,
+        grad_norm=1.0,
+        tokens=8,
+        tokens_per_s=80.0,
+        step_seconds=0.1,
+        epoch=step / 100,
+        allocated_bytes=1000 + step,
+        reserved_bytes=0,
+        resident_bytes=2000,
+    )
+
+
+def train(session: Attempt, resume: bool) -> RunResult:
+    """Steps without a model. Saves what a checkpoint's manifest needs, so that resuming knows the step."""
+    wishes = dict(word.split("=") for word in session.job.name.split())
+    total, delay = int(wishes.get("steps", 20)), float(wishes.get("delay", 0.005))
+    mishap(session, wishes)
+    done = max(checkpoint.steps(session.job.checkpoints), default=0) if resume else 0
+    session.recorder.phase(PhaseProgress(name="training", done=done, total=total))
+    while done < total and not session.should_stop():
+        done += 1
+        time.sleep(delay)
+        session.recorder.steps([metrics(done)])
+        print(f"step {done}", flush=True)
+    stopped = done < total
+    if stopped:
+        folder = session.job.checkpoints / f"step-{done:08d}"
+        folder.mkdir(parents=True)
+        (folder / checkpoint.MANIFEST).write_text("{}", encoding="utf-8")
+    return RunResult(
+        steps=done,
+        total_steps=total,
+        stopped=stopped,
+        final_loss=1.0 / max(done, 1),
+        eval_loss=None,
+        peak_allocated_bytes=1000 + done,
+        export=None,
+    )
+
+
+def mishap(session: Attempt, wishes: dict[str, str]) -> None:
+    """What the job's name asks to go wrong."""
+    match wishes.get("mishap"):
+        case "user":
+            raise DataError("The data set holds 0 rows", "Choose another file.")
+        case "bug":
+            raise ValueError("seven is not a colour")
+        case "memory":
+            raise MemoryError
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "exit":
+            os._exit(7)
+        case "loading":
+            time.sleep(600)
+        case "hang":  # deaf to Stop and to TERM, with a child that is as deaf
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            deaf = "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); "
+            with subprocess.Popen(
+                [sys.executable, "-c", f"{deaf} time.sleep(600)"], stdout=subprocess.PIPE, text=True
+            ) as child:
+                assert child.stdout is not None
+                child.stdout.readline()
+                (session.job.folder / "child.pid").write_text(str(child.pid), encoding="utf-8")
+                session.recorder.steps([metrics(1)])
+                time.sleep(600)
+        case "orphan":  # leaves a child behind
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            (session.job.folder / "child.pid").write_text(str(child.pid), encoding="utf-8")
+            child.returncode = 0  # not waited for, on purpose
+
+
+def command(id_: int, data_dir: Path, attempt: int) -> list[str]:
+    return [sys.executable, "-W", "error", __file__, "train", str(id_), str(data_dir), str(attempt)]
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[0] == "train":
+        with Store(Path(arguments[2])) as store:
+            return run(store, int(arguments[1]), attempt=int(arguments[3]), train=train)
+    with Store(Path(arguments[1])) as store:
+        supervisor = Supervisor(
+            store,
+            command=lambda job, data_dir: command(job.id, data_dir, job.attempt),
+            patience=Patience(idle=float(arguments[2])),
+        )
+        if not supervisor.start():
+            print("another one works here", flush=True)
+            return 0
+        print("started", flush=True)
+        loop(supervisor)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

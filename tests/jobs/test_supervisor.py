@@ -1,0 +1,303 @@
+"""The supervisor with real processes: claim, spawn, stop, kill, adopt. The trainer is a stand-in without torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from jobs import processes
+from jobs.store import SUPERVISOR_LEASE, Store
+from jobs.supervisor import LEASE_STALE_S, Patience, Supervisor, ensure_running, holder_alive
+from vramfit.config import RunConfig
+
+STAND_IN = Path(__file__).with_name("stand_in.py")
+HASTY = Patience(stop=1.0, term=1.0, start=1.0, leave=1.0, idle=5.0)
+
+
+def add(store: Store, **wishes: object) -> int:
+    return store.add_job(RunConfig(name=" ".join(f"{key}={value}" for key, value in wishes.items())))
+
+
+def recorded_steps(store: Store, id_: int) -> list[int]:
+    return store.series(id_, max_points=10**6).columns["step"]  # type: ignore[return-value]
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_two_jobs_run_one_after_the_other_in_queue_order(store: Store, drive: Callable[..., object]) -> None:
+    first, second = add(store, steps=30), add(store, steps=10)
+    driven = drive()
+    driven.until_over(second)
+    one, two = store.job(first), store.job(second)
+    assert (one.state, two.state) == ("succeeded", "succeeded")
+    assert recorded_steps(store, first) == list(range(1, 31))
+    assert recorded_steps(store, second) == list(range(1, 11))
+    assert one.finished_at <= two.claimed_at
+    assert one.final_loss == pytest.approx(1 / 30)
+    assert one.peak_allocated_bytes == 1030
+    assert one.owner is None and one.attempt == 1
+    assert store.log_tail(first, lines=1) == "step 30"
+    assert store.telemetry(first).rows >= 1
+
+
+def test_a_claimed_job_is_starting_within_half_a_second(store: Store, drive: Callable[..., object]) -> None:
+    driven = drive()
+    id_ = add(store, steps=1)
+    asked_at = time.monotonic()
+    driven.supervisor.step(0.0)
+    assert time.monotonic() - asked_at < 0.5
+    assert store.job(id_).state == "starting"
+    assert store.job(id_).phase.name == "starting"
+    driven.until_over(id_)
+
+
+@pytest.mark.parametrize(
+    ("mishap", "state", "sentence"),
+    [
+        ("user", "failed", "The data set holds 0 rows."),
+        ("bug", "failed", "Unexpected error (ValueError: seven is not a colour)."),
+        ("memory", "failed", "The machine ran out of memory: no more could be had."),
+        ("kill", "interrupted", "The trainer was ended from outside (SIGKILL)."),
+        ("crash", "failed", "The trainer crashed (SIGSEGV)."),
+        ("exit", "failed", "The trainer ended with exit code 7 before it could say how the run went."),
+    ],
+)
+def test_every_end_has_a_reason(
+    store: Store, drive: Callable[..., object], mishap: str, state: str, sentence: str
+) -> None:
+    id_ = add(store, mishap=mishap)
+    job = drive().until_over(id_)
+    assert (job.state, job.failure) == (state, sentence)
+    assert job.remedy
+    assert "Traceback" not in job.failure + job.remedy
+    assert ("Traceback" in store.log_tail(id_)) == (mishap in ("bug", "memory"))
+
+
+def test_stop_saves_and_resume_goes_on_without_gap_or_double(store: Store, drive: Callable[..., object]) -> None:
+    id_ = add(store, steps=60, delay=0.02)
+    driven = drive()
+    driven.until(lambda: store.job(id_).step >= 10)
+    store.request_stop(id_)
+    assert store.request_stop(id_) == "stopping"  # a double click
+    job = driven.until_over(id_)
+    assert job.state == "cancelled" and job.failure is None
+    assert 10 <= job.step < 60
+    assert job.resumable
+    store.enqueue(id_)
+    job = driven.until_over(id_)
+    assert (job.state, job.attempt) == ("succeeded", 2)
+    assert recorded_steps(store, id_) == list(range(1, 61))
+
+
+def test_pause_ends_as_paused(store: Store, drive: Callable[..., object]) -> None:
+    id_ = add(store, steps=1000, delay=0.02)
+    driven = drive()
+    driven.until(lambda: store.job(id_).step >= 1)
+    assert store.request_pause(id_) == "pausing"
+    assert driven.until_over(id_).state == "paused"
+
+
+def test_stop_while_the_model_loads_ends_at_once(store: Store, drive: Callable[..., object]) -> None:
+    id_ = add(store, mishap="loading")
+    driven = drive()  # two minutes of patience, of which nothing is needed
+    driven.until(lambda: store.job(id_).state == "running")
+    store.request_stop(id_)
+    job = driven.until_over(id_)
+    assert (job.state, job.failure, job.step) == ("cancelled", None, 0)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a process on Windows cannot be deaf to TERM")
+def test_a_deaf_trainer_and_its_deaf_child_are_ended_in_bounded_time(
+    store: Store, drive: Callable[..., object]
+) -> None:
+    id_ = add(store, mishap="hang")
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        driven = drive(HASTY)
+        driven.until(lambda: store.job(id_).step == 1)
+        child = int((store.job(id_).folder / "child.pid").read_text(encoding="utf-8"))
+        trainer = processes.pid_of(store.job(id_).owner)
+        store.request_stop(id_)
+        job = driven.until_over(id_)
+        assert job.state == "cancelled"
+        assert "did not end within 1 s of Stop and was ended" in job.failure
+        assert is_gone(child) and is_gone(trainer)
+        assert [event.kind for event in store.events(id_)] == ["stop", "stop", "cancelled"]
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_what_a_trainer_leaves_behind_is_ended(store: Store, drive: Callable[..., object]) -> None:
+    id_ = add(store, mishap="orphan", steps=3)
+    job = drive().until_over(id_)
+    assert job.state == "succeeded"
+    assert is_gone(int((job.folder / "child.pid").read_text(encoding="utf-8")))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="kills with SIGKILL")
+def test_a_killed_supervisor_is_replaced_and_the_run_misses_nothing(
+    store: Store, data_dir: Path, drive: Callable[..., object], eventually: Callable[..., None]
+) -> None:
+    id_ = add(store, steps=150, delay=0.02)
+    doomed = subprocess.Popen([sys.executable, str(STAND_IN), "supervise", str(data_dir), "60"])
+    eventually(lambda: store.job(id_).step >= 5)
+    owner = store.job(id_).owner
+    doomed.send_signal(signal.SIGKILL)
+    doomed.wait()
+    assert processes.alive(owner)
+    driven = drive()  # takes the dead one's lease at once
+    driven.until(lambda: store.job(id_).step >= 60)
+    assert store.job(id_).owner == owner
+    job = driven.until_over(id_)
+    assert (job.state, job.attempt) == ("succeeded", 1)
+    assert recorded_steps(store, id_) == list(range(1, 151))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="kills with SIGKILL")
+def test_a_trainer_found_dead_is_interrupted(store: Store, drive: Callable[..., object]) -> None:
+    id_ = add(store)
+    store.take_lease(SUPERVISOR_LEASE, owner="gone", alive=lambda *_: False)
+    store.claim_next("gone")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as dead:
+        store.set_owner(id_, attempt=1, owner=processes.identity(dead.pid))
+        store.begin_attempt(id_, attempt=1, owner=processes.identity(dead.pid))
+        dead.kill()
+    job = drive().until_over(id_)
+    assert job.state == "interrupted"
+    assert "ended without a word" in job.failure
+
+
+def test_a_pid_used_again_is_not_taken_for_the_trainer(store: Store, drive: Callable[..., object]) -> None:
+    id_ = add(store)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
+        boot, pid, start = processes.identity(stranger.pid).split("|")
+        store.take_lease(SUPERVISOR_LEASE, owner="gone", alive=lambda *_: False)
+        store.claim_next("gone")
+        earlier = str(float(start) - 100) if "." in start else str(int(start) - 100)
+        store.begin_attempt(id_, attempt=1, owner=f"{boot}|{pid}|{earlier}")
+        job = drive().until_over(id_)
+        assert job.state == "interrupted"
+        assert stranger.poll() is None, "the stranger with the same pid must not be touched"
+        stranger.communicate(b"\n")
+
+
+def test_a_restart_of_the_machine_interrupts(store: Store, drive: Callable[..., object]) -> None:
+    id_ = add(store)
+    store.take_lease(SUPERVISOR_LEASE, owner="gone", alive=lambda *_: False)
+    store.claim_next("gone")
+    store.begin_attempt(id_, attempt=1, owner=f"another-boot|{os.getpid()}|1")
+    job = drive().until_over(id_)
+    assert (job.state, job.failure) == ("interrupted", "The machine was started again while it trained.")
+
+
+def test_a_job_whose_supervisor_died_before_spawning_waits_again(store: Store, drive: Callable[..., object]) -> None:
+    id_ = add(store, steps=2)
+    store.take_lease(SUPERVISOR_LEASE, owner="gone", alive=lambda *_: False)
+    store.claim_next("gone")
+    job = drive(HASTY).until_over(id_)
+    assert (job.state, job.attempt) == ("succeeded", 2)
+
+
+def test_a_foreground_run_is_left_alone_until_its_process_dies(store: Store, drive: Callable[..., object]) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as owner:
+        job = store.begin_foreground(RunConfig(), owner=processes.identity(owner.pid))
+        waiting = add(store, steps=1)
+        driven = drive()
+        for now in range(5):
+            driven.supervisor.step(float(now))
+        assert store.job(job.id).state == "running"
+        assert store.job(waiting).state == "queued", "one run at a time has the machine"
+        owner.kill()
+    driven.until(lambda: store.job(job.id).state == "interrupted", seconds=2)
+    assert "ended without a word" in store.job(job.id).failure
+    driven.until_over(waiting)
+
+
+def test_the_second_supervisor_says_so_and_leaves_with_0(store: Store, data_dir: Path) -> None:
+    first = Supervisor(store)
+    assert first.start()
+    command = processes.python_module("jobs.supervisor", "--data-dir", str(data_dir))
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=20, check=False, cwd=processes.ROOT, env=with_root()
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"Another supervisor (pid {os.getpid()}) works on" in done.stdout
+    assert first.step(0.0), "the first one is not disturbed"
+
+
+def with_root() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(processes.ROOT), "PYTHONUTF8": "1"}
+
+
+def test_ensure_running_called_twice_leaves_one_that_leaves_by_itself(
+    store: Store, data_dir: Path, eventually: Callable[..., None]
+) -> None:
+    began = time.monotonic()
+    ensure_running(data_dir)
+    assert time.monotonic() - began < 0.5
+    ensure_running(data_dir)
+    eventually(lambda: store.lease(SUPERVISOR_LEASE) is not None)
+    who, _ = store.lease(SUPERVISOR_LEASE)
+    assert processes.alive(who)
+    began = time.monotonic()
+    ensure_running(data_dir)  # finds it: nothing is started
+    assert time.monotonic() - began < 0.1
+    running = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(data_dir) in (process.info["cmdline"] or []) and not is_gone(process.pid)
+    ]
+    os.kill(processes.pid_of(who), signal.SIGTERM)
+    eventually(lambda: all(is_gone(process.pid) for process in running))
+    assert store.lease(SUPERVISOR_LEASE) is None, "given back"
+    log = (data_dir / "supervisor.log").read_text(encoding="utf-8")
+    assert "Asked to leave" in log and "Traceback" not in log
+
+
+def test_it_leaves_when_idle_unless_a_panel_is_open(store: Store) -> None:
+    supervisor = Supervisor(store, patience=Patience(idle=60))
+    assert supervisor.start()
+    assert supervisor.step(0.0)
+    for now in (10.0, 30.0, 50.0, 100.0):
+        store.panel_alive()
+        time.sleep(0.002)
+        assert supervisor.step(now)
+    assert supervisor.step(159.0)
+    id_ = store.add_job(RunConfig(), draft=True)
+    assert not supervisor.step(161.0)
+    assert store.job(id_).state == "draft"
+    assert store.lease(SUPERVISOR_LEASE) is None
+
+
+def test_a_job_added_while_it_leaves_is_not_left_behind(store: Store) -> None:
+    assert store.take_lease(SUPERVISOR_LEASE, owner="me", alive=lambda *_: True)
+    add(store)
+    assert not store.retire(SUPERVISOR_LEASE, owner="me")
+    assert store.lease(SUPERVISOR_LEASE) is not None
+
+
+def test_a_holder_of_another_boot_is_judged_by_its_heartbeat() -> None:
+    assert holder_alive("elsewhere|1|1", 1000.0, now=1000.0 + LEASE_STALE_S - 1)
+    assert not holder_alive("elsewhere|1|1", 1000.0, now=1000.0 + LEASE_STALE_S + 1)
+    assert not holder_alive("elsewhere|1|1", 90_000.0, now=1000.0), "a clock set back a day"
+    own = processes.own_identity()
+    assert holder_alive(own, 0.0, now=1e9), "a process that is seen alive needs no heartbeat"
+
+
+def test_it_gives_way_when_its_lease_was_taken(store: Store) -> None:
+    supervisor = Supervisor(store)
+    assert supervisor.start()
+    assert store.take_lease(SUPERVISOR_LEASE, owner="another", alive=lambda *_: False)
+    assert not supervisor.step(0.0)
