@@ -50,7 +50,7 @@ def recompute_blocks(model: nn.Module, count: int) -> int:
 
 def _recompute(block: nn.Module) -> None:
     """Shadow the block's `forward` on the instance: the class, its state_dict and its name stay as they were."""
-    block.forward = functools.partial(_run_recomputed, block.forward)  # type: ignore[method-assign]
+    block.forward = functools.partial(_run_recomputed, block.forward)
 
 
 def _restore(block: nn.Module) -> None:
@@ -58,7 +58,7 @@ def _restore(block: nn.Module) -> None:
         return
     before = block.__dict__.pop("forward").args[0]
     if getattr(before, "__self__", None) is not block:  # somebody else had shadowed it first: give that back
-        block.forward = before  # type: ignore[method-assign]
+        block.forward = before
 
 
 def _is_recomputed(module: nn.Module) -> bool:

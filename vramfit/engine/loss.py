@@ -105,7 +105,8 @@ class TokenLoss:
     """
 
     def __init__(self, model: nn.Module, *, kind: LossKind, chunk_tokens: int = 0, compute: Precision = "fp32") -> None:
-        self.model, self.compute, self.chunk_tokens = model, compute, chunk_tokens
+        self.compute, self.chunk_tokens = compute, chunk_tokens
+        self.model: Any = model
         base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._decoder, self._head, self.reason = _split_model(base)
         self.kind: LossKind = kind
@@ -161,7 +162,8 @@ def chunked_sum(
     """
     rows = chunk_tokens or chunk_rows(weight.shape[0])
     needs_gradient = torch.is_grad_enabled()
-    loss: Tensor = _ChunkedSum.apply(hidden, weight, bias, targets, rows, dtype, gradient_scale, needs_gradient)
+    apply: Any = _ChunkedSum.apply
+    loss: Tensor = apply(hidden, weight, bias, targets, rows, dtype, gradient_scale, needs_gradient)
     return loss
 
 
@@ -180,8 +182,8 @@ def fused_sum(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The same as `chunked_sum` by torch's own kernel (torch >= 2.13). It does not follow autocast: cast by hand."""
-    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens or None)  # type: ignore[attr-defined]
-    total: Tensor = F.linear_cross_entropy(  # type: ignore[attr-defined]
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens or None)
+    total: Tensor = F.linear_cross_entropy(
         hidden.to(dtype),
         weight.to(dtype),
         targets,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ class PeakMeter:
     def watch(self, tokens: int) -> Iterator[None]:
         """Around one step whose largest micro-batch has `tokens` tokens, padding included."""
         self._steps += 1
-        if self._device.type != "cpu" or torch.autograd._profiler_enabled():
+        if self._device.type != "cpu" or torch._C._autograd._profiler_enabled():
             yield
             return
         # Twice, because the optimizer's states only exist from the second step on.
@@ -63,7 +64,9 @@ class PeakMeter:
         tensors += [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
         for state in self._optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-        storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+        storages = {
+            storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)
+        }
         return sum(storages.values())
 
 
@@ -72,7 +75,8 @@ def _highest_rise(profile: torch.profiler.profile) -> int:
     results = profile.profiler.kineto_results if profile.profiler is not None else None
     if results is None:
         return 0
-    changes = sorted((event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]")
+    events: list[Any] = list(results.events())
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     alive = highest = 0
     for _, change in changes:
         alive += change

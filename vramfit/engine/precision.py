@@ -74,5 +74,5 @@ def _has_bf16(device: torch.device) -> bool:
         # Cards before Ampere report emulated bf16, which is slower than fp32: count only hardware.
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type == "xpu":
-        return torch.xpu.is_bf16_supported()
+        return bool(torch.xpu.is_bf16_supported())
     return device.type == "mps"

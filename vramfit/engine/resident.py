@@ -42,7 +42,7 @@ class StepResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Piece:
+class Piece:
     """Rows of a micro-batch, as many as go through the model at once. Tensors [B, S] where the data was made."""
 
     input_ids: Tensor
@@ -51,7 +51,7 @@ class _Piece:
     position_ids: Tensor | None
 
     @classmethod
-    def of(cls, batch: Batch) -> _Piece:
+    def of(cls, batch: Batch) -> Piece:
         return cls(
             input_ids=batch.input_ids,
             labels=batch.labels,
@@ -63,16 +63,16 @@ class _Piece:
     def rows(self) -> int:
         return self.input_ids.shape[0]
 
-    def part(self, start: int, stop: int) -> _Piece:
+    def part(self, start: int, stop: int) -> Piece:
         mask, positions = self.attention_mask, self.position_ids
-        return _Piece(
+        return Piece(
             input_ids=self.input_ids[start:stop],
             labels=self.labels[start:stop],
             attention_mask=None if mask is None else mask[start:stop],
             position_ids=None if positions is None else positions[start:stop],
         )
 
-    def cut(self, most_rows: int) -> list[_Piece]:
+    def cut(self, most_rows: int) -> list[Piece]:
         return [self.part(start, start + most_rows) for start in range(0, self.rows, most_rows)]
 
 
@@ -105,7 +105,7 @@ class ResidentExecutor:
         into micro-batches does not change it. Raises DataError when no token carries loss, and WontFit when memory
         runs out even with a single sequence at a time.
         """
-        pieces = [piece for batch in micro_batches for piece in self._cut(_Piece.of(batch))]
+        pieces = [piece for batch in micro_batches for piece in self._cut(Piece.of(batch))]
         largest = max((piece.input_ids.numel() for piece in pieces), default=0)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -121,7 +121,7 @@ class ResidentExecutor:
         total, tokens = 0.0, 0
         with evaluation_mode(self.model):
             for batch in micro_batches:
-                for piece in self._cut(_Piece.of(batch)):
+                for piece in self._cut(Piece.of(batch)):
                     targets = targets_of(piece)
                     if targets.count:
                         total += self._summed_loss(piece, targets).item()
@@ -166,12 +166,12 @@ class ResidentExecutor:
         states = {name.removeprefix(_RANDOM): value for name, value in tensors.items() if name.startswith(_RANDOM)}
         set_random_state(self.device, states)
 
-    def _cut(self, piece: _Piece) -> list[_Piece]:
+    def _cut(self, piece: Piece) -> list[Piece]:
         if self._most_rows and piece.rows > self._most_rows:
             return piece.cut(self._most_rows)
         return [piece]
 
-    def _accumulate(self, pieces: Sequence[_Piece]) -> tuple[list[Tensor], int, str]:
+    def _accumulate(self, pieces: Sequence[Piece]) -> tuple[list[Tensor], int, str]:
         """Gradients of the whole step in `.grad`, again in smaller pieces when memory runs out."""
         before = random_state(self.device)
         recovered = ""
@@ -192,9 +192,11 @@ class ResidentExecutor:
             release_memory(self.device)
             pieces = [part for piece in pieces for part in self._cut(piece)]
             set_random_state(self.device, before)
-            recovered = f"Memory ran out with {largest} sequences at a time; the step was repeated with {self._most_rows}"
+            recovered = (
+                f"Memory ran out with {largest} sequences at a time; the step was repeated with {self._most_rows}"
+            )
 
-    def _try_accumulate(self, pieces: Sequence[_Piece]) -> tuple[list[Tensor], int]:
+    def _try_accumulate(self, pieces: Sequence[Piece]) -> tuple[list[Tensor], int]:
         targets = [targets_of(piece) for piece in pieces]
         tokens = sum(each.count for each in targets)
         if tokens == 0:
@@ -210,7 +212,7 @@ class ResidentExecutor:
             losses.append(loss.detach())
         return losses, tokens
 
-    def _summed_loss(self, piece: _Piece, targets: Targets, *, gradient_scale: float = 1.0) -> Tensor:
+    def _summed_loss(self, piece: Piece, targets: Targets, *, gradient_scale: float = 1.0) -> Tensor:
         on_device = Targets(
             positions=targets.positions.to(self.device, non_blocking=True),
             tokens=targets.tokens.to(self.device, non_blocking=True),
@@ -238,10 +240,13 @@ class ResidentExecutor:
 
     def _saved_tensors(self) -> dict[str, Tensor]:
         """Trained parameters, and buffers that belong to the model's file. Frozen weights come from their source."""
-        kept = self.model.state_dict(keep_vars=True).keys()
-        buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in kept}
-        frozen_free = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
-        return {**self._trained, **frozen_free}
+        buffers = {
+            f"{prefix}.{name}".removeprefix("."): buffer
+            for prefix, module in self.model.named_modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set
+        }
+        return {**self._trained, **buffers}
 
     def _set_optimizer_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
         # torch keeps the step count on the CPU unless the kernel reads it on the device.
@@ -249,7 +254,7 @@ class ResidentExecutor:
         device = self.device if key != "step" or fused else torch.device("cpu")
         self.optimizer.state[parameter][key] = value.to(device, copy=True)
 
-    def _wont_fit(self, pieces: Sequence[_Piece], failure: str) -> WontFit:
+    def _wont_fit(self, pieces: Sequence[Piece], failure: str) -> WontFit:
         longest = max(piece.input_ids.shape[1] for piece in pieces)
         allocated, _ = self.memory()
         first_line = failure.splitlines()[0] if failure else "out of memory"

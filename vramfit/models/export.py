@@ -1,0 +1,143 @@
+"""What a run leaves behind: an adapter, a merged model or a whole model, with its tokenizer, in Hugging Face format.
+
+Plain peft and plain transformers load it; nothing of ours is needed.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from vramfit.config import STARTER_MODEL, RunConfig
+from vramfit.errors import ModelError, OutOfDisk
+from vramfit.units import format_bytes
+
+ExportKind = Literal["adapter", "merged", "model"]
+
+_SPARE_BYTES = 64 * 2**20  # tokenizer, config, and room for the database and the log
+
+
+def export_run(model: nn.Module, tokenizer: Any, config: RunConfig, folder: Path) -> Path:
+    """Write the result of a run to `folder` (replaced when it exists) and return it.
+
+    "auto" is the adapter where there is one, else the whole model. The files are written beside `folder` and moved in
+    at the end, so that `folder` is complete or as it was. Raises OutOfDisk, ModelError.
+    """
+    kind = export_kind(config)
+    needed = _bytes_needed(model, kind) + _SPARE_BYTES
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _check_room(folder.parent, needed)
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    writers: dict[ExportKind, Callable[[Any, RunConfig, Path], None]] = {
+        "adapter": _write_adapter,
+        "merged": _write_merged,
+        "model": _write_model,
+    }
+    try:
+        partial.mkdir()
+        writers[kind](model, config, partial)
+        tokenizer.save_pretrained(partial)
+        _move(partial, folder)
+    except Exception as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if _is_disk_full(error):
+            raise OutOfDisk(
+                f"The disk filled up while the result of {format_bytes(needed)} was written to {folder}",
+                "Free some space and resume the run: its checkpoints are kept.",
+            ) from error
+        raise
+    return folder
+
+
+def export_kind(config: RunConfig) -> ExportKind:
+    """What "auto" means: the adapter where there is one, else the whole model."""
+    wish = config.output.export
+    if wish == "auto":
+        return "adapter" if config.trains_adapter else "model"
+    return wish
+
+
+def _write_adapter(model: Any, config: RunConfig, folder: Path) -> None:
+    for settings in model.peft_config.values():
+        settings.base_model_name_or_path = _base_name(config)
+    # "auto" would ask the hub whether the base's vocabulary has changed.
+    model.save_pretrained(folder, save_embedding_layers=False)
+
+
+def _write_merged(model: Any, config: RunConfig, folder: Path) -> None:
+    """Through an empty model of the same shape, so that the trained one stays as it is and no quantisation is saved."""
+    if not hasattr(model, "get_base_model"):
+        raise ModelError("This model has no adapter to merge", "Set the export to model.")
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from vramfit.models.adapters import merged_state
+
+    base = model.get_base_model()
+    state = {name: tensor.cpu() for name, tensor in merged_state(model).items()}
+    shape = type(base.config).from_dict(base.config.to_dict())
+    if hasattr(shape, "quantization_config"):
+        del shape.quantization_config
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(shape, trust_remote_code=False)
+    shape.dtype = max(
+        {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}, key=lambda d: d.itemsize
+    )
+    if base.can_generate():
+        empty.generation_config = base.generation_config
+    empty.save_pretrained(folder, state_dict=state)
+
+
+def _write_model(model: Any, config: RunConfig, folder: Path) -> None:
+    model.save_pretrained(folder)
+
+
+def _base_name(config: RunConfig) -> str:
+    """What peft will load the base from: an absolute folder, or the hub id."""
+    from vramfit.models.load import local_folder
+
+    if config.model.source == STARTER_MODEL:
+        raise ModelError("The starter has no folder an adapter could name", "Set the export to merged.")
+    folder = local_folder(config.model)
+    return str(folder) if folder is not None else config.model.source
+
+
+def _bytes_needed(model: nn.Module, kind: ExportKind) -> int:
+    """Bytes of the weight files, an upper bound for a merged 4-bit base."""
+    if kind == "adapter":
+        return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    total = 0
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        total += state.shape.numel() * state.dtype.itemsize if state is not None else parameter.nbytes
+    return total
+
+
+def _check_room(parent: Path, needed: int) -> None:
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise OutOfDisk(
+            f"The result needs {format_bytes(needed)} of disk, {parent} has {format_bytes(free)} free",
+            "Free some space and resume the run: its checkpoints are kept.",
+        )
+
+
+def _move(partial: Path, folder: Path) -> None:
+    """Put the finished folder in place. A folder cannot be renamed onto another, on no system."""
+    old = folder.with_name(f"{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    partial.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _is_disk_full(error: Exception) -> bool:
+    # safetensors wraps the system's error in one of its own and keeps only the text.
+    return getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error) or "os error 28" in str(error)

@@ -1,0 +1,74 @@
+"""Text from a model as it is now: a short sample for the page, without disturbing the training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vramfit.config import Precision
+from vramfit.engine.evaluation import evaluation_mode
+from vramfit.engine.precision import autocast
+from vramfit.engine.randomness import own_randomness
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    max_new_tokens: int,
+    seed: int,
+    *,
+    temperature: float = 0.7,
+    top_p: float = 0.95,
+    as_chat: bool = False,
+    compute: Precision = "fp32",
+) -> str:
+    """What `model` writes after `prompt`, at most `max_new_tokens` tokens, without the prompt and special tokens.
+
+    `temperature=0` takes the likeliest token always. `as_chat` puts the prompt as a user's turn into the tokenizer's
+    chat template. The same seed gives the same text. Mode and random states of the run stay as they were.
+    """
+    if max_new_tokens == 0:
+        return ""
+    device = next(model.parameters()).device
+    tokens = prompt_tokens(tokenizer, prompt, as_chat=as_chat).to(device)
+    options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    if temperature > 0:
+        options = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    ends = end_tokens(model, tokenizer)
+    with evaluation_mode(model), own_randomness(device, seed), autocast(device, compute):
+        written = model.generate(
+            input_ids=tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=max_new_tokens,
+            eos_token_id=ends or None,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0],
+            use_cache=True,
+            **options,
+        )
+    text: str = tokenizer.decode(written[0, tokens.shape[1] :], skip_special_tokens=True)
+    return text
+
+
+def prompt_tokens(tokenizer: Any, prompt: str, *, as_chat: bool = False) -> torch.Tensor:
+    """Token ids [1, S] of a prompt, at least one: an empty prompt begins as a text of the model's begins."""
+    if as_chat and tokenizer.chat_template:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+        )
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    else:
+        ids = tokenizer(prompt)["input_ids"]
+    if not ids:
+        first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        ids = [first if first is not None else 0]
+    return torch.tensor([ids])
+
+
+def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Every token that ends a text: the tokenizer's, and the model's own (chat models have several)."""
+    settings = getattr(model, "generation_config", None)
+    own = getattr(settings, "eos_token_id", None)
+    ends = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
+    return sorted({int(end) for end in ends if end is not None})

@@ -1,0 +1,209 @@
+"""From a RunConfig's choice of model to a module on the device, ready to train; and its tokenizer.
+
+`transformers` does the loading: safetensors only, never a model's own code, and a local folder never touches the
+network. What is imported here is imported when needed: a first run waits for it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vramfit.config import STARTER_MODEL, ModelChoice, RunConfig
+from vramfit.engine.precision import DTYPES
+from vramfit.errors import ModelError
+from vramfit.models.architecture import Architecture
+from vramfit.models.files import check_folder, read_config
+from vramfit.planning.plan import Plan
+
+_ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2"}
+_TOKENIZER_FILES = "tokenizer.json and tokenizer_config.json"
+
+
+def load_tokenizer(model: ModelChoice, cache: Path) -> Any:
+    """The tokenizer of `model`; the starter's is made in `cache` at first use. Raises ModelError."""
+    if model.source == STARTER_MODEL:
+        from transformers import PreTrainedTokenizerFast
+
+        from vramfit.starter.tokenizer import tokenizer_folder
+
+        return PreTrainedTokenizerFast.from_pretrained(tokenizer_folder(cache))
+    from transformers import AutoTokenizer
+
+    folder = local_folder(model)
+    if folder is not None:
+        read_config(folder)  # says more clearly than the tokenizer what is wrong with a folder
+    try:
+        return AutoTokenizer.from_pretrained(folder or model.source, **_where(model, folder))
+    except Exception as error:
+        raise _cannot_load(model, folder, error, part=f"tokenizer ({_TOKENIZER_FILES})") from error
+
+
+def load_model(config: RunConfig, plan: Plan, *, cache: Path) -> nn.Module:
+    """The model of `config` on `plan.device`, in `plan.weight_format`, with adapters attached when the method has them.
+
+    Random weights and adapters come from `config.seed`. Raises ModelError naming the file or setting at fault.
+    """
+    _quiet_transformers()
+    torch.manual_seed(config.seed)
+    if config.model.source == STARTER_MODEL:
+        return build_starter().to(plan.device)
+    if config.method == "pretrain":
+        return _untrained(config.model, plan).to(plan.device)
+    model = _trained(config.model, plan)
+    if not config.trains_adapter:
+        return model.to(plan.device)
+    from vramfit.models.adapters import attach_adapters
+
+    if plan.weight_format != "nf4":  # those are where they belong, and bitsandbytes refuses to move them twice
+        model = model.to(plan.device)
+    return attach_adapters(
+        model,
+        rank=config.adapter.rank,
+        alpha=config.lora_alpha,
+        dropout=config.adapter.dropout,
+        targets=config.adapter.targets,
+        seed=config.seed,
+    )
+
+
+def build_starter() -> nn.Module:
+    """The starter with random weights (seed torch before), fp32 on the CPU."""
+    # Straight from the family's own module: the automatic classes look through every family there is.
+    from transformers.models.llama import LlamaConfig, LlamaForCausalLM
+
+    from vramfit.starter.shape import MODEL_CONFIG
+
+    model: nn.Module = LlamaForCausalLM(LlamaConfig.from_dict(MODEL_CONFIG, attn_implementation="sdpa"))
+    return model
+
+
+def read_architecture(model: ModelChoice) -> Architecture:
+    """The shape of `model`: starter, folder or catalogue without the network, else the hub's config.json.
+
+    Raises ModelError.
+    """
+    from vramfit.models.architecture import from_config
+    from vramfit.models.catalogue import architecture_of
+
+    try:
+        return architecture_of(model)
+    except ModelError:
+        if local_folder(model) is not None or not _may_be_hub_id(model.source):
+            raise
+    from transformers import AutoConfig
+
+    try:
+        values = AutoConfig.from_pretrained(model.source, **_where(model, None)).to_dict()
+    except Exception as error:
+        raise _cannot_load(model, None, error, part="config.json") from error
+    return from_config(values, model.source)
+
+
+def local_folder(model: ModelChoice) -> Path | None:
+    """The folder a choice of model means; None when it must be a hub id."""
+    path = Path(model.source).expanduser()
+    if path.exists() or not _may_be_hub_id(model.source):
+        return path.absolute()
+    return None
+
+
+def _may_be_hub_id(source: str) -> bool:
+    """`name` or `owner/name`: no drive, no backslash, no leading dot, slash or tilde."""
+    parts = source.split("/")
+    return len(parts) <= 2 and all(parts) and source[0] not in "./~" and not set(source) & set("\\:")
+
+
+def _where(model: ModelChoice, folder: Path | None) -> dict[str, Any]:
+    if folder is not None:
+        return {"local_files_only": True, "trust_remote_code": False}
+    return {"revision": model.revision, "trust_remote_code": False}
+
+
+def _untrained(model: ModelChoice, plan: Plan) -> nn.Module:
+    """A model of the chosen shape with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = local_folder(model)
+    if folder is not None:
+        read_config(folder)
+    try:
+        shape = AutoConfig.from_pretrained(folder or model.source, **_where(model, folder))
+        built: nn.Module = AutoModelForCausalLM.from_config(shape, dtype=_weight_dtype(plan), trust_remote_code=False)
+    except Exception as error:
+        raise _cannot_load(model, folder, error, part="config.json") from error
+    return built
+
+
+def _trained(model: ModelChoice, plan: Plan) -> nn.Module:
+    """A model with its weights, quantised on the way in when the plan says nf4."""
+    from transformers import AutoModelForCausalLM
+
+    folder = local_folder(model)
+    if folder is not None:
+        check_folder(folder)
+    options: dict[str, Any] = {
+        "dtype": _weight_dtype(plan),
+        "use_safetensors": True,
+        "attn_implementation": _ATTENTION[plan.attention],
+        "output_loading_info": True,
+        **_where(model, folder),
+    }
+    if plan.weight_format == "nf4":
+        options |= {"quantization_config": _nf4(plan), "device_map": {"": plan.device}}
+    elif plan.device != "cpu":
+        options["device_map"] = {"": plan.device}  # straight to the card, without a whole copy in RAM
+    try:
+        loaded, report = AutoModelForCausalLM.from_pretrained(folder or model.source, **options)
+    except Exception as error:
+        raise _cannot_load(model, folder, error, part="weights") from error
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers only warns, and fills them with random numbers
+        raise ModelError(
+            f"{len(missing)} tensors are missing from the weights of {model.source}, the first is {missing[0]}",
+            "Download the model again, completely.",
+        )
+    trained: nn.Module = loaded
+    return trained
+
+
+def _weight_dtype(plan: Plan) -> torch.dtype:
+    """The format of weights that are not quantised; beside an nf4 base, that is what is computed in."""
+    return DTYPES[plan.compute if plan.weight_format == "nf4" else plan.weight_format]
+
+
+def _nf4(plan: Plan) -> Any:
+    """4-bit NormalFloat with double quantisation (QLoRA, Dettmers et al. 2023)."""
+    from vramfit.models.adapters import quiet_bitsandbytes
+
+    quiet_bitsandbytes()
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=DTYPES[plan.compute],
+    )
+
+
+def _cannot_load(model: ModelChoice, folder: Path | None, error: Exception, *, part: str) -> ModelError:
+    """transformers raises everything from OSError to KeyError: keep its first line, say what to do."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    if folder is None:
+        return ModelError(
+            f"The {part} of {model.source!r} cannot be fetched from the hub ({reason})",
+            "Check the id, the network and whether the model needs an account; or give a folder on this machine.",
+        )
+    return ModelError(f"The {part} of {folder} cannot be loaded ({reason})", "Download the model again, completely.")
+
+
+def _quiet_transformers() -> None:
+    """A run's log is no place for a progress bar that redraws itself."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
