@@ -41,9 +41,7 @@ _FETCH = ("lost", *_FIND)
 
 
 def _say(phase: str, *texts: str, **demands: str | tuple[str, ...]) -> None:
-    allowed = {
-        fact: frozenset((values,) if isinstance(values, str) else values) for fact, values in demands.items()
-    }
+    allowed = {fact: frozenset((values,) if isinstance(values, str) else values) for fact, values in demands.items()}
     LINES.extend(Line(phase, text, allowed) for text in texts)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any, Final
 
 from vramfit.models.architecture import Architecture, from_config
-from vramfit.starter.tokenizer import MAX_LENGTH, SPECIAL_TOKENS, END, PAD, VOCAB_SIZE
+from vramfit.starter.tokenizer import END, MAX_LENGTH, PAD, SPECIAL_TOKENS, VOCAB_SIZE
 
 MODEL_CONFIG: Final[dict[str, Any]] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 128,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "head_dim": 32,
@@ -24,7 +24,7 @@ MODEL_CONFIG: Final[dict[str, Any]] = {
     "tie_word_embeddings": True,
     "attention_bias": False,
     "mlp_bias": False,
-    "initializer_range": 0.02,
+    "initializer_range": 0.06,
     "pad_token_id": SPECIAL_TOKENS.index(PAD),
     "bos_token_id": None,
     "eos_token_id": SPECIAL_TOKENS.index(END),

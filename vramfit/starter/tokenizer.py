@@ -21,7 +21,7 @@ START: Final = "<|im_start|>"
 SPECIAL_TOKENS: Final = (PAD, START, END)
 """In the order of their ids, from 0. One end token closes a story and a turn of a chat, so that writing always stops."""
 
-VOCAB_SIZE: Final = 1024
+VOCAB_SIZE: Final = 1536
 MAX_LENGTH: Final = 512
 TRAINING_SEED: Final = 1
 TRAINING_STORIES: Final = 2000

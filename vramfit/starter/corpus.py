@@ -1,0 +1,80 @@
+"""The starter's data sets as files: stories to learn to write from, and questions about stories to learn to answer.
+
+Made at first use, the same bytes on every machine, kept in the cache under a name that follows the code that made them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from vramfit.config import STARTER_QUESTIONS, STARTER_STORIES
+from vramfit.errors import DataError
+from vramfit.planning.plan import Workload
+from vramfit.starter.kept import keep, starter_key
+from vramfit.starter.questions import chats
+from vramfit.starter.stories import stories
+
+CORPUS_SEED: Final = 42
+STORIES: Final = 12_000
+CHATS: Final = 3_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """Token counts of a data set under the starter's tokenizer, end tokens included. A test counts them again."""
+
+    rows: int
+    tokens: int
+    trained_tokens: int
+    longest: int
+
+
+COUNTED: Final = {
+    STARTER_STORIES: Counted(rows=STORIES, tokens=1_947_925, trained_tokens=1_935_925, longest=195),
+    STARTER_QUESTIONS: Counted(rows=CHATS, tokens=560_886, trained_tokens=88_360, longest=221),
+}
+
+
+def corpus_rows(source: str) -> Iterator[dict[str, Any]]:
+    """The rows of a data set: {"text": story} or {"messages": [...]}. Raises DataError for an unknown source."""
+    if source == STARTER_STORIES:
+        return ({"text": story.text} for story in stories(CORPUS_SEED, STORIES))
+    if source == STARTER_QUESTIONS:
+        return (chat.row for chat in chats(CORPUS_SEED, CHATS))
+    raise _unknown(source)
+
+
+def write_corpus(source: str, cache: Path) -> Path:
+    """The data set as a JSONL file in `cache`, made at first use (under a second). Raises DataError, OutOfDisk."""
+    rows = corpus_rows(source)
+    name = source.removeprefix("starter:")
+
+    def write(folder: Path) -> None:
+        with (folder / f"{name}.jsonl").open("w", encoding="utf-8", newline="\n") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+    return keep(cache / f"starter-{name}-{starter_key()}", write) / f"{name}.jsonl"
+
+
+def corpus_workload(source: str) -> Workload:
+    """Exact sequences and tokens of the whole data set, one row a sequence, without making it. Raises DataError."""
+    counted = COUNTED.get(source)
+    if counted is None:
+        raise _unknown(source)
+    return Workload(
+        sequences=counted.rows,
+        mean_tokens=counted.tokens / counted.rows,
+        longest_tokens=counted.longest,
+        trained_share=counted.trained_tokens / counted.tokens,
+        exact=True,
+    )
+
+
+def _unknown(source: str) -> DataError:
+    return DataError(
+        f"{source!r} is not one of the starter's {len(COUNTED)} data sets", f"Choose {' or '.join(COUNTED)}."
+    )

@@ -1,0 +1,66 @@
+"""What Start does with nothing touched, and how a trained starter learns to answer questions."""
+
+from __future__ import annotations
+
+from vramfit.config import STARTER_MODEL, STARTER_QUESTIONS, STARTER_STORIES, RunConfig
+
+STORY_TOKENS = 200
+"""Longer than every story of the corpus (the longest has 195 tokens with its end), so that none is cut."""
+
+CHAT_TOKENS = 256
+
+
+def starter_run() -> RunConfig:
+    """From noise to little stories in about two minutes on two CPU cores. `bench/starter.py` chose the numbers."""
+    return RunConfig.parse(
+        {
+            "name": "First stories",
+            "method": "pretrain",
+            "model": {"source": STARTER_MODEL},
+            # One story a row: packed rows would need a mask between stories, which is slower on CPU than the padding.
+            "data": {"paths": [STARTER_STORIES], "max_length": STORY_TOKENS, "packing": False, "eval_share": 0.01},
+            "schedule": {
+                "max_steps": 2800,
+                "sequences_per_step": 4,
+                "learning_rate": 6e-3,
+                "warmup_share": 0.05,
+                "beta2": 0.99,
+            },
+            "output": {
+                "prompts": ["Once there was a shy little fox named Mia.", "Long ago, a brave boy named Leo lived"],
+                "sample_tokens": STORY_TOKENS,
+                "evaluate_every": 280,
+                "checkpoint_every": 700,
+            },
+        }
+    )
+
+
+def questions_run(model_folder: str) -> RunConfig:
+    """LoRA on questions about stories, for the exported folder of a trained starter."""
+    return RunConfig.parse(
+        {
+            "name": "Questions about stories",
+            "method": "lora",
+            "model": {"source": model_folder},
+            "data": {"paths": [STARTER_QUESTIONS], "max_length": CHAT_TOKENS, "packing": False, "eval_share": 0.03},
+            "adapter": {"rank": 16, "targets": "all-linear"},
+            "schedule": {"max_steps": 360, "sequences_per_step": 8, "learning_rate": 5e-3, "beta2": 0.99},
+            "output": {
+                "prompts": [QUESTION_PROMPT, "Tell me a story about a shy little fox named Mia."],
+                "sample_tokens": STORY_TOKENS,
+                "evaluate_every": 60,
+            },
+        }
+    )
+
+
+QUESTION_PROMPT = (
+    "Long ago, a proud girl named Nora lived in an old mill by the river. Nora had a silver bell, a present from her "
+    "grandfather, and loved it more than anything. But one night, a thief stole the silver bell and hid it in the dark "
+    "cave. Nora wanted it back. Nora lit a candle, but a cold wind blew it out. She sat down and cried. Then a wise bat "
+    'came by. "Why are you sad?" asked the bat. "I want my silver bell back," said Nora. The bat knew the way in the '
+    "dark and led Nora to the silver bell. Full of joy, Nora carried the silver bell home to the mill. To say thank "
+    "you, Nora sang a song for the bat. From that day on, Nora was not too proud to ask for help.\n\n"
+    "Where was the silver bell?"
+)
