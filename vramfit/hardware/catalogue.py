@@ -65,17 +65,23 @@ def find(name: str, *, memory_bytes: int | None = None) -> Card | None:
     return card
 
 
+def get(name: str) -> Card:
+    """The card called `name`. Raises HardwareError, naming all there are."""
+    card = find(name)
+    if card is None:
+        raise HardwareError(
+            f"The catalogue of {len(cards())} cards has no {name!r}",
+            "Choose one of: " + ", ".join(item.name for item in cards()) + ".",
+        )
+    return card
+
+
 def machine_with(card: Card | str, count: int = 1, ram_gib: float | None = None) -> Machine:
     """A machine one does not have: `count` of `card`, `ram_gib` of RAM (64 when not said), nine tenths of it free.
 
     Raises HardwareError when no card of the catalogue is called so.
     """
-    known = card if isinstance(card, Card) else find(card)
-    if known is None:
-        raise HardwareError(
-            f"The catalogue of {len(cards())} cards has no {card!r}",
-            "Choose one of: " + ", ".join(item.name for item in cards()) + ".",
-        )
+    known = card if isinstance(card, Card) else get(card)
     ram = int((ram_gib or ASSUMED_RAM_GIB) * GIB)
     devices = tuple(_device(known, index) for index in range(count))
     notes: tuple[str, ...] = (f"Planned for {count} x {known.name}, which this machine need not have.",)

@@ -23,8 +23,8 @@ import psutil
 
 DeviceKind = Literal["cuda", "rocm", "xpu", "mps", "cpu"]
 
-FP32_FLOPS_PER_CORE = 16.5e9
-"""What torch's fp32 matrix products reach on one core with AVX2, measured: 33 GFLOP/s on two."""
+FP32_FLOPS_PER_CORE = 45e9
+"""What torch's fp32 matrix products reach on one core with AVX2, measured: 85 to 100 GFLOP/s on two busy ones."""
 
 _CHILD_SECONDS = 40.0
 

@@ -129,6 +129,11 @@ class Architecture:
         """Features that enter the attention's output projection."""
         return self.heads * self.latent.value_dim if self.latent else self.q_width
 
+    @property
+    def plain_logits(self) -> bool:
+        """Whether logits are exactly the head's product, so that a loss may be computed from the head's weights."""
+        return self.logit_softcap is None and self.family not in families.CHANGES_LOGITS
+
     @cached_property
     def moe_layers(self) -> int:
         """How many blocks have experts."""

@@ -1,8 +1,8 @@
 """How each model family writes its config.json: the one table of keys, fixed facts and module names.
 
 Names on the left are fields of Architecture. Only what differs from the usual is written down; the usual keys are
-Llama's. Families are called by their `model_type`. Source of every row: the configuration and modelling file of that family in
-`transformers`; a test builds tiny models of these families and compares parameter counts.
+Llama's. Families are called by their `model_type`. Source of every row: the configuration and modelling file of that
+family in `transformers`; a test builds tiny models of these families and compares parameter counts.
 """
 
 from __future__ import annotations
@@ -297,6 +297,9 @@ OWN_CODE_NAMES: Final[Mapping[str, Family]] = {
     "qwen": Family(qkv=("c_attn",), out="c_proj", up=("w1", "w2"), down="c_proj"),
 }
 """Module names of those, for the catalogue's estimates."""
+
+CHANGES_LOGITS: Final = frozenset({"cohere", "cohere2", "granite", "granitemoe", "minicpm"})
+"""Families that scale what the head gives (besides those with a soft cap)."""
 
 
 def family(model_type: str) -> Family:

@@ -80,6 +80,7 @@ class Plan:
     packing: bool = False
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
+    lora_dropout: float = 0.0
     reasons: tuple[Choice, ...] = ()
 
 
@@ -119,6 +120,11 @@ class MemoryEstimate:
     def peak_bytes(self) -> int:
         return self.peak.total_bytes
 
+    @property
+    def breakdown(self) -> dict[MemoryKind, int]:
+        """`device_bytes` by kind: the peak phase's tensors, and as overhead what driver and allocator add."""
+        return {**self.peak.parts, "overhead": self.peak.parts["overhead"] + self.device_bytes - self.peak_bytes}
+
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedEstimate:
@@ -154,6 +160,6 @@ class Forecast:
         values = dataclasses.asdict(self)
         values["memory"]["peak_bytes"] = self.memory.peak_bytes
         values["memory"]["peak_phase"] = self.memory.peak.name
-        values["memory"]["breakdown"] = dict(self.memory.peak.parts)
+        values["memory"]["breakdown"] = dict(self.memory.breakdown)
         values["fits"] = self.fits
         return values
