@@ -1,0 +1,127 @@
+"""Which format a file has, by its content: JSON, JSONL, CSV, TSV, Parquet or plain text. The name only breaks ties."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import json
+import re
+from collections.abc import Callable
+from typing import Final, Literal
+
+from vramfit.data.encodings import Encoding, detect, named
+from vramfit.data.rows import DOCUMENT_MARK, Layout, TextSplit
+from vramfit.data.sources import HEAD_BYTES, Scan
+
+_JSON_ARRAY: Final = re.compile(r'\s*\[\s*([\[{"\]]|-?\d|true\b|false\b|null\b)')
+_JSON_OBJECT: Final = re.compile(r"\s*\{\s*(\"|'|\})")
+_DELIMITERS: Final = (",", "\t", ";", "|")
+_LONG_LINE_CHARS: Final = 400
+_CSV_SAMPLE_ROWS: Final = 200
+
+
+def layout_of(
+    scan: Scan,
+    *,
+    encoding: str = "auto",
+    split: TextSplit | Literal["auto"] = "auto",
+    note: Callable[[str], None] = lambda _sentence: None,
+) -> Layout:
+    """How the scanned file is laid out; sentences a person should know go to `note`. Raises DataError."""
+    if scan.parquet:
+        return Layout(format="parquet", codec="binary", encoding="binary", note=note)
+    found = named(encoding) if encoding != "auto" else detect(scan)
+    if found.guessed:
+        note(f"{scan.path.name} names no encoding; {found.name} was guessed. Set the encoding if the text looks wrong.")
+    head = head_text(scan, found)
+    shared = {"codec": found.codec, "encoding": found.name, "note": note}
+    if _JSON_ARRAY.match(head):
+        return Layout(format="json", **shared)  # type: ignore[arg-type]
+    if _JSON_OBJECT.match(head):
+        return Layout(format="jsonl" if _is_lines(head) else "json", **shared)  # type: ignore[arg-type]
+    complete = scan.unpacked_bytes <= HEAD_BYTES
+    delimiter = _delimiter(head, scan.path.name, complete=complete)
+    if delimiter is not None:
+        kind: Literal["csv", "tsv"] = "tsv" if delimiter == "\t" else "csv"
+        return Layout(format=kind, delimiter=delimiter, **shared)  # type: ignore[arg-type]
+    chosen = _text_split(head) if split == "auto" else split
+    return Layout(format="text", split=chosen, **shared)  # type: ignore[arg-type]
+
+
+def head_text(scan: Scan, encoding: Encoding) -> str:
+    """The beginning of the file as text; a character cut at its end is left out."""
+    return codecs.getincrementaldecoder(encoding.codec)("replace").decode(scan.head)
+
+
+def _is_lines(head: str) -> bool:
+    """Whether text that begins with an object is one object per line. A damaged first line is still a line."""
+    lines = [line.strip() for line in head.split("\n", 50) if line.strip()]
+    if len(lines) == 1:
+        return not _holds_list(lines[0])
+    if lines[0].endswith("}"):
+        return True
+    try:
+        return isinstance(json.loads(lines[1]), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _holds_list(line: str) -> bool:
+    """Whether a one-line file is an object around a list of rows, such as {"data": [{...}, ...]}."""
+    return re.match(r'\s*\{\s*"[^"]*"\s*:\s*\[\s*\{', line) is not None and not re.search(
+        r'^\s*\{\s*"(conversations?|messages|history|turns|dialog(ue)?)"', line
+    )
+
+
+def _delimiter(head: str, name: str, *, complete: bool) -> str | None:
+    """The delimiter of a table with a header, or None for running text.
+
+    A table has the same number of fields in (nearly) every record and a header of short, different names. The ending
+    .csv or .tsv decides only what the content leaves open, such as a table of one column.
+    """
+    suffix = name.lower().removesuffix(".gz").rpartition(".")[2]
+    is_named = suffix in ("csv", "tsv", "tab")
+    for delimiter in _DELIMITERS:
+        records = _sample_records(head, delimiter, complete=complete)
+        if len(records) < 2 or not _is_header(records[0], strict=not is_named):
+            continue
+        same = sum(len(record) == len(records[0]) for record in records)
+        if same >= (0.5 if is_named else 0.95) * len(records):
+            return delimiter
+    if is_named:
+        return "\t" if suffix != "csv" else ","
+    return None
+
+
+def _sample_records(head: str, delimiter: str, *, complete: bool) -> list[list[str]]:
+    lines = head.splitlines(keepends=True)
+    records = []
+    reader = csv.reader(iter(lines), delimiter=delimiter)
+    try:
+        for record in reader:
+            if record:
+                records.append(record)
+            if len(records) > _CSV_SAMPLE_ROWS:
+                break
+    except csv.Error:
+        return []
+    return records if complete or len(records) > _CSV_SAMPLE_ROWS else records[:-1]
+
+
+def _is_header(names: list[str], *, strict: bool) -> bool:
+    if len(names) < 2 or len(set(names)) != len(names) or not all(name.strip() for name in names):
+        return False
+    longest = max(map(len, names))
+    # ", " inside a first line is prose; names of columns are single words or short phrases.
+    return longest <= 64 and not (strict and (longest > 32 or any(name.startswith(" ") for name in names)))
+
+
+def _text_split(head: str) -> TextSplit:
+    """Where one document ends in a text file: at marks, at every (long) line, at blank lines, or nowhere."""
+    if DOCUMENT_MARK in head:
+        return "marks"
+    lines = head.splitlines()
+    if any(not line.strip() for line in lines[1:-1]):
+        return "blank lines"
+    lengths = sorted(len(line) for line in lines)
+    return "lines" if len(lines) > 1 and lengths[len(lengths) // 2] >= _LONG_LINE_CHARS else "whole"
