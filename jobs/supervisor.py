@@ -102,9 +102,19 @@ class Supervisor:
         self._panel_beat: float | None = None
         self._busy_at: float | None = None
 
-    def start(self) -> bool:
-        """Take the lease. False: a living supervisor has it."""
-        return self._store.take_lease(SUPERVISOR_LEASE, owner=self._who, alive=self._holder_alive)
+    def start(self, *, wait: Callable[[float], None] | None = None) -> bool:
+        """Take the lease. False: a living supervisor has it.
+
+        After a restart of the machine or container the dead holder's heartbeat may still be fresh. With `wait` (such
+        as time.sleep) it is watched until it goes stale, or moves: then the holder lives somewhere else.
+        """
+        first = self._store.lease(SUPERVISOR_LEASE)
+        while not self._store.take_lease(SUPERVISOR_LEASE, owner=self._who, alive=self._holder_alive):
+            holder = self._store.lease(SUPERVISOR_LEASE)
+            if wait is None or holder != first or (holder is not None and processes.same_boot(holder[0])):
+                return False
+            wait(0.5)
+        return True
 
     def _holder_alive(self, who: str, heartbeat_at: float) -> bool:
         return holder_alive(who, heartbeat_at, now=self._store.clock())
@@ -351,7 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with Store(options.data_dir) as store:
             supervisor = Supervisor(store, patience=Patience(idle=options.idle))
-            if not supervisor.start():
+            if not supervisor.start(wait=time.sleep):
                 holder = store.lease(SUPERVISOR_LEASE)
                 pid = processes.pid_of(holder[0]) if holder else "unknown"
                 say(f"Another supervisor (pid {pid}) works on {store.data_dir}; this one leaves.")

@@ -1,7 +1,7 @@
 """Stand-ins run as real processes by the tests: a trainer without torch, and a supervisor that starts it.
 
-    stand_in.py train ID DATA_DIR ATTEMPT       what it does is told by the job's name: "steps=50 delay=0.01 ..."
-    stand_in.py supervise DATA_DIR IDLE_S
+stand_in.py train ID DATA_DIR ATTEMPT       what it does is told by the job's name: "steps=50 delay=0.01 ..."
+stand_in.py supervise DATA_DIR IDLE_S
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> int:
             command=lambda job, data_dir: command(job.id, data_dir, job.attempt),
             patience=Patience(idle=float(arguments[2])),
         )
-        if not supervisor.start():
+        if not supervisor.start(wait=time.sleep):
             print("another one works here", flush=True)
             return 0
         print("started", flush=True)

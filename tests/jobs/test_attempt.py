@@ -1,0 +1,172 @@
+"""How a run ends: every exception as a sentence and an exit code, every stop by who asked for it."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import sqlite3
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from jobs.attempt import Attempt, explain, insist
+from jobs.run_job import run
+from jobs.store import SUPERVISOR_LEASE, Store
+from vramfit.config import RunConfig
+from vramfit.errors import CheckpointError, InternalError, JobError, WontFit
+from vramfit.training.metrics import RunResult
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named as torch names it."""
+
+
+@pytest.mark.parametrize(
+    ("error", "what", "code"),
+    [
+        (
+            WontFit("Needs 27.4 GiB", needed_bytes=2, available_bytes=1, suggestions=["Use QLoRA."]),
+            "Needs 27.4 GiB.",
+            2,
+        ),
+        (CheckpointError("All 2 are damaged.", "Start again."), "All 2 are damaged.", 2),
+        (InternalError("A sum was wrong"), "A sum was wrong.", 1),
+        (MemoryError(), "The machine ran out of memory: no more could be had.", 2),
+        (
+            OutOfMemoryError("CUDA out of memory. Tried 2 GiB.\nDetails"),
+            "The device ran out of memory: CUDA out of memory. Tried 2 GiB.",
+            2,
+        ),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+            "The machine ran out of memory: DefaultCPUAllocator: can't allocate memory: 9 bytes.",
+            2,
+        ),
+        (OSError(errno.ENOSPC, "No space left on device", "/x/y"), "The disk is full: /x/y.", 2),
+        (OSError(errno.EIO, "Input/output error"), "Unexpected error (OSError: [Errno 5] Input/output error).", 1),
+        (KeyError(), "Unexpected error (KeyError).", 1),
+    ],
+)
+def test_every_exception_becomes_a_sentence(error: Exception, what: str, code: int) -> None:
+    failure = explain(error)
+    assert (failure.what, failure.code) == (what, code)
+    assert failure.remedy.endswith(".")
+
+
+@pytest.fixture
+def job(store: Store) -> Iterator[int]:
+    before = signal.getsignal(signal.SIGTERM)
+    id_ = store.add_job(RunConfig())
+    store.take_lease(SUPERVISOR_LEASE, owner="me", alive=lambda *_: True)
+    store.claim_next("me")
+    yield id_
+    signal.signal(signal.SIGTERM, before)
+
+
+def result(*, stopped: bool) -> RunResult:
+    return RunResult(
+        steps=3,
+        total_steps=9,
+        stopped=stopped,
+        final_loss=0.5,
+        eval_loss=0.6,
+        peak_allocated_bytes=77,
+        export=None if stopped else "/runs/x/export",
+    )
+
+
+def test_success_is_noted_with_its_figures(store: Store, job: int) -> None:
+    assert run(store, job, train=lambda session, resume: result(stopped=False)) == 0
+    ended = store.job(job)
+    assert (ended.state, ended.final_loss, ended.eval_loss, ended.peak_allocated_bytes, ended.export) == (
+        "succeeded",
+        0.5,
+        0.6,
+        77,
+        "/runs/x/export",
+    )
+    assert store.telemetry(job).columns["host_bytes"][0] > 0
+
+
+def test_a_running_trainer_hears_stop_and_beats(store: Store, job: int) -> None:
+    def train(session: Attempt, resume: bool) -> RunResult:
+        assert not resume
+        assert store.job(job).state == "running"
+        assert store.job(job).phase.name == "loading"
+        assert not session.should_stop()
+        store.request_stop(job)
+        deadline = time.monotonic() + 2
+        while not session.should_stop():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return result(stopped=True)
+
+    assert run(store, job, train=train) == 0
+    assert store.job(job).state == "cancelled"
+    assert store.job(job).final_loss == 0.5
+
+
+def test_term_saves_and_ends_as_interrupted(store: Store, job: int) -> None:
+    def train(session: Attempt, resume: bool) -> RunResult:
+        signal.raise_signal(signal.SIGTERM)
+        assert session.should_stop()
+        return result(stopped=True)
+
+    assert run(store, job, train=train) == 0
+    ended = store.job(job)
+    assert (ended.state, ended.failure) == (
+        "interrupted",
+        "The system asked the trainer to end; it saved its work at step 3.",
+    )
+
+
+def test_a_run_that_finished_before_it_noticed_the_stop_succeeded(store: Store, job: int) -> None:
+    def train(session: Attempt, resume: bool) -> RunResult:
+        store.request_stop(job)
+        return result(stopped=False)
+
+    run(store, job, train=train)
+    assert store.job(job).state == "succeeded"
+
+
+def test_only_the_rightful_attempt_trains(store: Store, job: int) -> None:
+    with pytest.raises(JobError, match="attempt"):
+        run(store, job, attempt=2, train=lambda session, resume: pytest.fail("must not train"))
+    assert store.job(job).state == "starting"
+
+
+def test_a_trainer_that_was_replaced_stops_and_changes_nothing(store: Store, job: int) -> None:
+    def train(session: Attempt, resume: bool) -> RunResult:
+        store.transition(job, expected=("running",), state="interrupted")
+        store.enqueue(job)
+        store.claim_next("me")
+        deadline = time.monotonic() + 2
+        while not session.should_stop():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return result(stopped=True)
+
+    with pytest.raises(JobError, match="is at attempt 2"):
+        run(store, job, train=train)
+    assert (store.job(job).state, store.job(job).attempt) == ("starting", 2)
+
+
+def test_a_change_is_insisted_on_while_the_database_is_locked() -> None:
+    tries: list[int] = []
+
+    def locked_twice() -> None:
+        tries.append(1)
+        if len(tries) < 3:
+            raise JobError("locked") from sqlite3.OperationalError("database is locked")
+
+    insist(locked_twice)
+    assert len(tries) == 3
+
+    def refused() -> None:
+        tries.append(1)
+        raise JobError("not your attempt")
+
+    with pytest.raises(JobError, match="not your attempt"):
+        insist(refused)
+    assert len(tries) == 4, "what is refused is not asked again"

@@ -1,0 +1,33 @@
+"""The trainer's command line: what it says without a traceback, and that it starts light."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs import processes
+from jobs.run_job import main
+from jobs.store import Store
+from jobs.supervisor import trainer_command
+from vramfit.config import RunConfig
+
+
+def test_an_unknown_job_is_one_sentence_and_exit_code_2(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["99", "--data-dir", str(data_dir)]) == 2
+    assert capsys.readouterr().err == "There is no job 99. Reload the page to see which jobs there are.\n"
+
+
+def test_the_supervisors_command_names_job_folder_and_attempt(store: Store) -> None:
+    job = store.job(store.add_job(RunConfig()))
+    command = trainer_command(job, store.data_dir)
+    assert command[1:] == ["-P", "-m", "jobs.run_job", "1", "--data-dir", str(store.data_dir), "--attempt", "0"]
+    assert main(command[4:]) == 2, "a job that was not claimed is nobody's to run"
+
+
+def test_nothing_heavy_is_imported_before_the_first_phase_is_written() -> None:
+    code = "import jobs.run_job, sys; print([n for n in ('torch', 'transformers', 'gradio') if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=processes.ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[]", done.stderr

@@ -1,0 +1,95 @@
+"""Migrations: named, complete, in one transaction each, safe for two processes, and never backwards."""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+import threading
+from pathlib import Path
+
+import pytest
+
+from jobs import schema
+from jobs.store import Store
+from vramfit.config import RunConfig
+from vramfit.errors import JobError
+
+# The tables that each released migration made. A line is added with each one and never changed.
+RELEASED = {"0001_first_tables": "61e3c0"}
+
+
+def tables(path: Path) -> str:
+    with sqlite3.connect(path) as connection:
+        rows = connection.execute(
+            "SELECT sql FROM sqlite_master WHERE name NOT LIKE '%sqlite_%' ORDER BY name"
+        ).fetchall()
+    connection.close()
+    return hashlib.sha256(" ".join(" ".join(row[0] for row in rows).split()).encode()).hexdigest()[:6]
+
+
+def test_released_migrations_still_make_the_same_tables(tmp_path: Path) -> None:
+    Store(tmp_path).close()
+    assert list(RELEASED) == [migration.name for migration in schema.migrations._migrations]
+    assert tables(tmp_path / "vramfit.db") == list(RELEASED.values())[-1]
+
+
+def test_the_file_waits_for_locks_and_syncs_what_matters(store: Store) -> None:
+    db = store._db
+    assert db.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
+    assert db.execute("PRAGMA busy_timeout").fetchone()[0] == 10_000
+    assert db.execute("PRAGMA foreign_keys").fetchone()[0] == 1
+    with store._write(durable=True) as inside:
+        assert inside.execute("PRAGMA synchronous").fetchone()[0] == 2, "FULL for changes of state"
+    with store._write(durable=False) as inside:
+        assert inside.execute("PRAGMA synchronous").fetchone()[0] == 1, "NORMAL for measured rows"
+
+
+def test_opening_twice_changes_nothing(tmp_path: Path) -> None:
+    with Store(tmp_path) as first:
+        first.add_job(RunConfig())
+    with Store(tmp_path) as second:
+        assert [job.id for job in second.jobs()] == [1]
+        applied = second._db.execute("SELECT name FROM _sqlite_migrations").fetchall()
+    assert [row[0] for row in applied] == list(RELEASED)
+
+
+def test_many_that_open_a_new_folder_at_once_all_succeed(tmp_path: Path) -> None:
+    errors: list[Exception] = []
+
+    def open_it() -> None:
+        try:
+            Store(tmp_path).close()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=open_it) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_a_newer_file_is_refused_and_left_alone(tmp_path: Path) -> None:
+    Store(tmp_path).close()
+    with sqlite3.connect(tmp_path / "vramfit.db") as connection:
+        connection.execute("PRAGMA user_version=99")
+    connection.close()
+    with pytest.raises(JobError, match=r"newer VRAMFit \(schema 99, this one knows \d+\)") as caught:
+        Store(tmp_path)
+    assert "Update VRAMFit" in caught.value.remedy
+
+
+def test_a_migration_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(db: object) -> None:
+        db.execute("CREATE TABLE half (x)")  # type: ignore[attr-defined]
+        raise RuntimeError("power cut")
+
+    step = schema.migrations._migrations[0]
+    monkeypatch.setattr(step, "fn", broken)
+    with pytest.raises(RuntimeError, match="power cut"):
+        Store(tmp_path)
+    monkeypatch.undo()
+    with Store(tmp_path) as store:
+        assert store.jobs() == []
+        assert "half" not in store._db.table_names()
