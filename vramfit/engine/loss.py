@@ -107,7 +107,9 @@ class TokenLoss:
     def __init__(self, model: nn.Module, *, kind: LossKind, chunk_tokens: int = 0, compute: Precision = "fp32") -> None:
         self.compute, self.chunk_tokens = compute, chunk_tokens
         self.model: Any = model
-        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base: Any = base_model(model)
+        self._decoder: Any
+        self._head: Any
         self._decoder, self._head, self.reason = _split_model(base)
         self.kind: LossKind = kind
         if self._decoder is None or type(self._head) is not nn.Linear:
@@ -265,6 +267,11 @@ def _add_product(total: Tensor, gradient: Tensor, chunk: Tensor) -> None:
         total.addmm_(gradient.t(), chunk)
     else:
         total.add_(gradient.t() @ chunk)
+
+
+def base_model(model: Any) -> Any:
+    """The model itself, out of the wrapper that adapters put around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _split_model(base: Any) -> tuple[Any, Any, str]:

@@ -66,13 +66,16 @@ def loss_scaler(
                 )
             ]
         )
-    return torch.amp.GradScaler(torch.device(device).type, init_scale=FIRST_LOSS_SCALE)
+    scaler = torch.amp.GradScaler(torch.device(device).type, init_scale=FIRST_LOSS_SCALE)
+    # It makes its scale when it first scales something; we put the scale into the loss's divisor ourselves.
+    scaler.scale(torch.zeros((), device=device))
+    return scaler
 
 
 def _has_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         # Cards before Ampere report emulated bf16, which is slower than fp32: count only hardware.
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type == "xpu":
         return bool(torch.xpu.is_bf16_supported())
     return device.type == "mps"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vramfit.config import Auto, Precision
 from vramfit.engine.activations import find_blocks, recompute_blocks
-from vramfit.engine.loss import IGNORED, TokenLoss, model_inputs, targets_of
+from vramfit.engine.loss import IGNORED, TokenLoss, base_model, model_inputs, targets_of
 from vramfit.engine.precision import autocast, choose_precision, loss_scaler
 from vramfit.engine.randomness import random_state, set_random_state
 from vramfit.engine.recovery import halves, is_out_of_memory, release_memory
@@ -65,7 +65,7 @@ def wrap(
 
 
 class WrappedStep:
-    """One optimizer step per call. `micro_batch` is rows per piece now (0: the whole batch); `compute` the precision."""
+    """One optimizer step per call. `micro_batch` is rows per piece (0: the whole batch), `compute` the precision."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class WrappedStep:
         self.micro_batch = 0 if micro_batch == "auto" else micro_batch
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._scaler = loss_scaler(self.device, compute, trained=self._parameters)
-        self._loss = loss or _loss_of(model, compute)
+        self._loss: Any = loss or _loss_of(model, compute)
 
     def __call__(self, batch: BatchLike) -> StepResult:
         """One step over all rows of `batch`: tensors, or a dict, tuple or list of them, whose first dimension is rows.
@@ -156,7 +156,7 @@ class WrappedStep:
             if size == rows:
                 divisor = max(count, 1)
             if count:
-                (loss * (scale / divisor)).backward()  # type: ignore[no-untyped-call]
+                (loss * (scale / divisor)).backward()
                 losses.append(loss.detach())
                 items += count
         if items == 0:
@@ -166,10 +166,9 @@ class WrappedStep:
 
 def _loss_of(model: nn.Module, compute: Precision) -> LossFunction:
     """The loss of a model that came without one."""
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not type(base).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+    if not type(base_model(model)).__name__.endswith(("ForCausalLM", "LMHeadModel")):
         return _own_loss
-    token_loss = TokenLoss(model, kind="fused", compute=compute)
+    token_loss: Any = TokenLoss(model, kind="fused", compute=compute)
 
     def causal_loss(_: nn.Module, piece: Any) -> tuple[Tensor, int]:
         if not isinstance(piece, Mapping) or not {"input_ids", "labels"} <= piece.keys() <= _CAUSAL_KEYS:

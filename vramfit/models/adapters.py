@@ -95,9 +95,8 @@ def merged_state(model: Any) -> dict[str, torch.Tensor]:
 
 def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = dict(module.named_parameters(recurse=False))
-    for name, buffer in module.named_buffers(recurse=False):
-        if name not in module._non_persistent_buffers_set:
-            tensors[name] = buffer
+    skipped = module._non_persistent_buffers_set
+    tensors |= {name: buffer for name, buffer in module.named_buffers(recurse=False) if name not in skipped}
     quantised: Any = getattr(module, "weight", None)
     if getattr(quantised, "quant_state", None) is not None:
         from bitsandbytes.functional import dequantize_4bit

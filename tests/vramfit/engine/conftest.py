@@ -119,3 +119,9 @@ class Tools:
 @pytest.fixture(scope="session")
 def tiny() -> Tools:
     return Tools(build, make_plan, make_sequences, pad, pack)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Two threads on operations this small wait for each other longer than they work."""
+    torch.set_num_threads(1)

@@ -14,6 +14,7 @@ from vramfit.engine.loss import (
     model_inputs,
     targets_of,
 )
+from vramfit.models.adapters import attach_adapters
 
 PLAIN = ["llama", "mistral", "qwen2", "qwen3", "gpt2", "phi"]
 CHANGED = ["gemma2", "cohere", "granite"]
@@ -58,11 +59,7 @@ def test_equals_the_models_own_logits(tiny, family, kind):
 
 @pytest.mark.parametrize("kind", ["fused", "chunked", "full"])
 def test_equals_the_models_own_logits_with_adapters(tiny, kind):
-    import peft
-
-    model = peft.get_peft_model(
-        tiny.build("llama", tie_word_embeddings=True), peft.LoraConfig(r=4, target_modules="all-linear")
-    )
+    model = attach_adapters(tiny.build("llama", tie_word_embeddings=True), rank=4, alpha=8, seed=0)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # zero at first, which would hide the adapters
             torch.nn.init.normal_(parameter, std=0.1)
@@ -89,9 +86,7 @@ def test_models_that_change_their_logits_use_their_own_forward_and_say_why(tiny,
 
 
 def test_a_head_with_an_adapter_projects_whole_logits_of_trained_positions_only(tiny):
-    import peft
-
-    model = peft.get_peft_model(tiny.build("llama"), peft.LoraConfig(r=4, target_modules=["lm_head"]))
+    model = attach_adapters(tiny.build("llama"), rank=4, alpha=8, targets=["lm_head"], seed=0)
     loss = TokenLoss(model, kind="chunked")
     assert loss.kind == "full" and "head" in loss.reason
     batch = tiny.pad(tiny.sequences(9, 17, 5))
