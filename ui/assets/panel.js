@@ -1,0 +1,176 @@
+// What every page shares: which page and run the address names, light or dark, number and time formats, and the
+// small reactions of the New run page. Loaded in <head>, before anything is drawn. window.VF = {language, words, states}
+// is set by the server just before.
+(() => {
+  "use strict";
+  const VF = window.VF;
+  const PAGES = ["new", "monitor", "runs"];
+
+  VF.word = (key, values = {}) =>
+    (VF.words[key] ?? key).replace(/\{(\w+)\}/g, (whole, name) => values[name] ?? whole);
+
+  // ---- the address: ?view=monitor&run=3 (gradio takes `page` for itself) ------------------------------------------------------------------------
+  VF.place = () => {
+    const query = new URLSearchParams(location.search);
+    const run = Number.parseInt(query.get("run") ?? "0", 10) || 0;
+    const page = query.get("view") ?? (run ? "monitor" : "new");
+    return { page: PAGES.includes(page) ? page : "new", run };
+  };
+
+  VF.go = (page, run = 0) => {
+    const url = new URL(location.href);
+    url.searchParams.set("view", page);
+    if (run) url.searchParams.set("run", run);
+    else if (page === "new") url.searchParams.delete("run");
+    if (url.href !== location.href) history.pushState(null, "", url);
+    arrive();
+  };
+
+  const arrive = () => {
+    const { page, run } = VF.place();
+    document.documentElement.dataset.page = page;
+    for (const link of document.querySelectorAll(".vf-nav [data-page]")) {
+      link.toggleAttribute("aria-current", link.dataset.page === page);
+      if (link.dataset.page === page) link.setAttribute("aria-current", "page");
+    }
+    window.dispatchEvent(new CustomEvent("vf:arrive", { detail: { page, run } }));
+  };
+  window.addEventListener("popstate", arrive);
+  document.documentElement.dataset.page = VF.place().page;
+
+  // ---- light or dark -------------------------------------------------------------------------------------------
+  // gradio follows the system by putting `dark` on <body>; a choice made here is kept in this browser.
+  const chosen = () => localStorage.getItem("vf-theme");
+  const applyTheme = () => {
+    if (document.body && chosen()) document.body.classList.toggle("dark", chosen() === "dark");
+  };
+  const watchTheme = () => {
+    applyTheme();
+    new MutationObserver(() => {
+      if (chosen() && document.body.classList.contains("dark") !== (chosen() === "dark")) applyTheme();
+      else window.dispatchEvent(new CustomEvent("vf:theme"));
+    }).observe(document.body, { attributes: true, attributeFilter: ["class"] });
+  };
+  if (document.body) watchTheme();
+  else document.addEventListener("DOMContentLoaded", watchTheme);
+
+  VF.css = (name) => getComputedStyle(document.body).getPropertyValue(name).trim();
+
+  // ---- numbers and times ---------------------------------------------------------------------------------------
+  VF.bytes = (size) => {
+    if (size == null) return "–";
+    if (size >= 2 ** 30) return `${(size / 2 ** 30).toFixed(1)} GiB`;
+    if (size >= 2 ** 20) return `${(size / 2 ** 20).toFixed(0)} MiB`;
+    return `${(size / 2 ** 10).toFixed(0)} KiB`;
+  };
+  VF.duration = (seconds) => {
+    if (seconds == null || !Number.isFinite(seconds)) return "–";
+    const whole = Math.round(Math.max(seconds, 0));
+    const two = (number) => String(number).padStart(2, "0");
+    if (whole < 60) return `${whole} s`;
+    if (whole < 3600) return `${Math.floor(whole / 60)} min ${two(whole % 60)} s`;
+    if (whole < 86400) return `${Math.floor(whole / 3600)} h ${two(Math.floor((whole % 3600) / 60))} min`;
+    return `${Math.floor(whole / 86400)} d ${two(Math.floor((whole % 86400) / 3600))} h`;
+  };
+  VF.number = (value, digits = 3) => {
+    if (value == null) return "–";
+    if (value !== 0 && Math.abs(value) < 0.001) return value.toExponential(1);
+    return Number(value).toPrecision(digits);
+  };
+  VF.loss = (value) => (value == null ? "–" : value.toFixed(3));
+  VF.count = (value) => (value == null ? "–" : Math.round(value).toLocaleString("en"));
+  VF.runTime = (job, now) =>
+    job.started_at == null ? null : (job.finished_at ?? now) - job.started_at;
+
+  // ---- drawing without flicker: an element changes only when its content does ----------------------------------
+  VF.text = (element, text) => {
+    if (element && element.textContent !== text) element.textContent = text;
+  };
+  VF.show = (element, visible) => {
+    if (element && element.hidden === visible) element.hidden = !visible;
+  };
+  VF.make = (tag, attributes = {}, ...children) => {
+    const element = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) {
+      if (value === true) element.setAttribute(name, "");
+      else if (value !== false && value != null) element.setAttribute(name, value);
+    }
+    element.append(...children);
+    return element;
+  };
+
+  VF.fetch = async (path, query = {}) => {
+    const url = new URL(`/vramfit/data/${path}`, location.origin);
+    url.searchParams.set("lang", VF.language);
+    for (const [name, value] of Object.entries(query)) if (value != null) url.searchParams.set(name, value);
+    const answer = await fetch(url, { cache: "no-store" });
+    const values = await answer.json();
+    if (values.error) throw Object.assign(new Error(values.error.what), values.error);
+    if (!answer.ok) throw new Error(answer.statusText);
+    return values;
+  };
+
+  // ---- header --------------------------------------------------------------------------------------------------
+  VF.mountHeader = (element) => {
+    element.addEventListener("click", (event) => {
+      const target = event.target.closest("[data-page],[data-theme-switch],[data-language]");
+      if (!target) return;
+      event.preventDefault();
+      if (target.dataset.page) VF.go(target.dataset.page, target.dataset.page === "new" ? 0 : VF.place().run);
+      else if (target.dataset.language) location.href = `/${target.dataset.language}/${location.search}`;
+      else {
+        localStorage.setItem("vf-theme", document.body.classList.contains("dark") ? "light" : "dark");
+        applyTheme();
+      }
+    });
+    arrive();
+  };
+
+  // ---- New run: the estimate repeats each problem at its field, and keeps its folds open -------------------------
+  VF.mountEstimate = (element, watch) => {
+    let open = new Set();
+    element.addEventListener("toggle", (event) => {
+      const folds = [...element.querySelectorAll("details")];
+      const index = folds.indexOf(event.target);
+      if (index >= 0) event.target.open ? open.add(index) : open.delete(index);
+    }, true);
+    const after = () => {
+      element.querySelectorAll("details").forEach((fold, index) => { fold.open = open.has(index); });
+      VF.markFields(element);
+      VF.estimateShownAt = performance.now();
+    };
+    watch("value", after);
+    after();
+  };
+
+  VF.markFields = (element) => {
+    for (const note of document.querySelectorAll(".vf-field-problem")) note.remove();
+    for (const field of document.querySelectorAll(".vf-wrong")) field.classList.remove("vf-wrong");
+    for (const item of element.querySelectorAll(".vf-problem-item")) {
+      const field = document.getElementById(VF.fieldId(item.dataset.field));
+      if (!field) continue;
+      field.classList.add("vf-wrong");
+      field.append(VF.make("div", { class: "vf-field-problem", role: "alert" }, item.textContent));
+    }
+  };
+  VF.fieldId = (path) => `field-${(path === "data.paths" && !visible("field-data-paths") ? "data-choice" : path).replaceAll(".", "-")}`;
+  const visible = (id) => document.getElementById(id)?.offsetParent != null;
+
+  // The answer to a pressed button: a run to open, a file to save, or a card to read.
+  VF.mountAnswer = (element, watch) => {
+    watch("value", () => {
+      const run = element.querySelector("[data-open]");
+      if (run) VF.go("monitor", Number(run.dataset.open));
+      const file = element.querySelector("[data-download]");
+      if (file) save(file.dataset.download, file.dataset.text);
+      const page = element.querySelector("[data-go]");
+      if (page) VF.go(page.dataset.go);
+      if (element.querySelector(".vf-notice")) element.scrollIntoView({ block: "nearest", behavior: "smooth" });
+    });
+  };
+  const save = (name, text) => {
+    const link = VF.make("a", { href: URL.createObjectURL(new Blob([text], { type: "text/yaml" })), download: name });
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+  };
+})();

@@ -1,0 +1,139 @@
+"""Rows -> figures. What each live chart shows, as plain data that monitor.js draws. Pure functions, no widgets.
+
+A figure names the columns it draws; the rows themselves travel apart (see `run_view` in monitor.py), so that a tick
+sends only new points. Columns come in the store's units; `scale` turns them into what the axis says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from ui.texts import Texts
+from vramfit.units import GIB
+
+Figure = dict[str, Any]
+
+SERIES_COLUMNS: Final = (
+    "step",
+    "time",
+    "loss",
+    "learning_rate",
+    "grad_norm",
+    "tokens_per_s",
+    "allocated_bytes",
+    "reserved_bytes",
+    "resident_bytes",
+)
+TELEMETRY_COLUMNS: Final = ("time", "device_bytes", "utilisation", "power_watts", "temperature_c", "cpu_utilisation")
+
+
+def figures(*, has_card: bool, predicted_bytes: int | None, budget_bytes: int | None, texts: Texts) -> list[Figure]:
+    """The charts of one run, in reading order. Without a card: no power, no temperature, the CPU's utilisation."""
+    charts = [
+        _loss(texts),
+        _one("speed", texts["chart.speed"], texts["chart.speed.unit"], "tokens_per_s", colour=2),
+        memory_figure(has_card=has_card, predicted_bytes=predicted_bytes, budget_bytes=budget_bytes, texts=texts),
+        _one("rate", texts["chart.rate"], "", "learning_rate", colour=4),
+        _one("norm", texts["chart.norm"], "", "grad_norm", colour=5),
+    ]
+    if not has_card:
+        return [*charts, _sensor("use", texts["chart.use.cpu"], "%", "cpu_utilisation", scale=100.0, top=100)]
+    return [
+        *charts,
+        _sensor("use", texts["chart.use"], "%", "utilisation", scale=100.0, top=100),
+        _sensor("power", texts["chart.power"], "W", "power_watts"),
+        _sensor("temperature", texts["chart.temperature"], "°C", "temperature_c"),
+    ]
+
+
+def memory_figure(*, has_card: bool, predicted_bytes: int | None, budget_bytes: int | None, texts: Texts) -> Figure:
+    """Allocated and reserved against the predicted peak and the budget; without a card tensors and resident set."""
+    scale = 1.0 / GIB
+    if has_card:
+        traces = [
+            _trace("allocated_bytes", texts["chart.memory.allocated"], colour=1, scale=scale, fill=True),
+            _trace("reserved_bytes", texts["chart.memory.reserved"], colour=3, scale=scale),
+        ]
+    else:
+        traces = [
+            _trace("allocated_bytes", texts["chart.memory.tensors"], colour=1, scale=scale, fill=True),
+            _trace("resident_bytes", texts["chart.memory.resident"], colour=3, scale=scale),
+        ]
+    lines = [
+        {"name": texts[f"chart.memory.{name}"], "value": size * scale, "style": style}
+        for name, size, style in (("predicted", predicted_bytes, "dot"), ("budget", budget_bytes, "dash"))
+        if size
+    ]
+    return _figure("memory", texts["chart.memory"], "GiB", traces, lines=lines, floor=0)
+
+
+def columns(rows: Mapping[str, Iterable[float | int | None]], wanted: Iterable[str]) -> dict[str, list[Any]]:
+    """The wanted columns with what JSON cannot say (NaN, infinity) as None, and floats to seven figures."""
+    return {name: [_plain(value) for value in rows[name]] for name in wanted if name in rows}
+
+
+def _loss(texts: Texts) -> Figure:
+    traces = [
+        _trace("loss", texts["chart.loss.train"], colour=1, faint=True),
+        _trace("loss", texts["chart.loss.smooth"], colour=1, smooth=True),
+    ]
+    return {**_figure("loss", texts["chart.loss"], "", traces), "evaluations": texts["chart.loss.eval"]}
+
+
+def _one(key: str, title: str, unit: str, column: str, *, colour: int) -> Figure:
+    return _figure(key, title, unit, [_trace(column, title, colour=colour)])
+
+
+def _sensor(key: str, title: str, unit: str, column: str, *, scale: float = 1.0, top: float | None = None) -> Figure:
+    traces = [_trace(column, title, colour=6, scale=scale, fill=True)]
+    return {**_figure(key, title, unit, traces, floor=0, top=top), "source": "telemetry"}
+
+
+def _figure(
+    key: str,
+    title: str,
+    unit: str,
+    traces: list[dict[str, Any]],
+    *,
+    lines: list[dict[str, Any]] | None = None,
+    floor: float | None = None,
+    top: float | None = None,
+) -> Figure:
+    return {
+        "key": key,
+        "title": title,
+        "unit": unit,
+        "source": "series",
+        "traces": traces,
+        "lines": lines or [],
+        "floor": floor,
+        "top": top,
+    }
+
+
+def _trace(
+    column: str,
+    name: str,
+    *,
+    colour: int,
+    scale: float = 1.0,
+    fill: bool = False,
+    faint: bool = False,
+    smooth: bool = False,
+) -> dict[str, Any]:
+    return {
+        "column": column,
+        "name": name,
+        "colour": colour,
+        "scale": scale,
+        "fill": fill,
+        "faint": faint,
+        "smooth": smooth,
+    }
+
+
+def _plain(value: float | int | None) -> float | int | None:
+    if value is None or isinstance(value, int):
+        return value
+    return float(f"{value:.10g}") if abs(value) < float("inf") else None

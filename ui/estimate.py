@@ -1,0 +1,209 @@
+"""Forecast -> HTML: the stacked bar of memory against the budget, and what the run takes. Pure: numbers in, text out."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ui.form import field_of
+from ui.texts import Texts
+from vramfit.errors import Problem, VramfitError, WontFit
+from vramfit.planning.plan import MEMORY_KINDS, Forecast, MemoryEstimate
+from vramfit.units import format_bytes, format_count, format_duration
+
+MIN_SHARE: Final = 0.004
+"""A part smaller than this share of the bar gets no segment (it stays in the legend)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """One part of the bar: `left` and `width` as shares of the whole bar, `size` in bytes."""
+
+    kind: str
+    size: int
+    left: float
+    width: float
+
+
+def segments(parts: Mapping[str, int], *, scale_bytes: int) -> list[Segment]:
+    """The parts laid end to end in stacking order, as shares of `scale_bytes` (the bar's full width)."""
+    laid, left = [], 0.0
+    for kind in MEMORY_KINDS:
+        width = parts.get(kind, 0) / scale_bytes
+        laid.append(Segment(kind=kind, size=parts.get(kind, 0), left=left, width=width))
+        left += width
+    return laid
+
+
+def peak_parts(memory: MemoryEstimate) -> dict[str, int]:
+    """The peak phase by kind, what the driver and the allocator take besides counted as overhead: sums to the figure."""
+    parts: dict[str, int] = dict(memory.peak.parts)
+    parts["overhead"] = parts.get("overhead", 0) + max(0, memory.device_bytes - memory.peak_bytes)
+    return parts
+
+
+def forecast_card(forecast: Forecast, texts: Texts, *, device_name: str, plan_only: bool = False) -> str:
+    """The whole estimate of a plan that was made, whether or not it fits."""
+    memory, plan = forecast.memory, forecast.plan
+    key = "fits" if forecast.fits else "wontfit"
+    figure = texts["estimate.of_budget" if forecast.fits else "estimate.over"].format(
+        used=format_bytes(memory.device_bytes), budget=format_bytes(plan.budget_bytes)
+    )
+    on_cpu = plan.device == "cpu"
+    body = [
+        _head(texts, key, on=device_name),
+        f'<div class="vf-figure"><b>{_esc(figure)}</b></div>',
+        _bar(memory, plan.budget_bytes, texts),
+        f'<div class="vf-sub">{_esc(texts["estimate.device.cpu" if on_cpu else "estimate.device"])}. '
+        f"{_esc(texts['estimate.phase'].format(phase=_phase(memory.peak.name, texts)))}.</div>",
+        _legend(memory, texts),
+        _facts(forecast, texts),
+    ]
+    if plan_only:
+        body.append(f'<p class="vf-note">{_esc(texts["estimate.plan_only"].format(name=device_name))}</p>')
+    body += [_reasons(forecast, texts), _phases(memory, texts)]
+    return _card(body, state=key)
+
+
+def error_card(error: VramfitError, texts: Texts, *, device_name: str = "") -> str:
+    """Why there is no plan: what does not agree, with the number, and each thing that would help."""
+    if not isinstance(error, WontFit):
+        title = texts["estimate.unavailable"]
+        return _card([_head(texts, "open", title=title), _sentence(error.what), _sentence(error.remedy)], state="open")
+    share = min(1.0, error.available_bytes / max(error.needed_bytes, 1))
+    figure = texts["estimate.over"].format(
+        used=format_bytes(error.needed_bytes), budget=format_bytes(error.available_bytes)
+    )
+    body = [
+        _head(texts, "wontfit", on=device_name),
+        f'<div class="vf-figure"><b>{_esc(figure)}</b></div>',
+        '<div class="vf-bar"><span class="vf-over" style="left:0;width:100%"></span>'
+        f'<i class="vf-budget" style="left:{share:.2%}"></i></div>',
+        _sentence(error.what),
+        _list(error.suggestions),
+    ]
+    return _card(body, state="wontfit")
+
+
+def problems_card(problems: Sequence[Problem], texts: Texts) -> str:
+    """The list of fields that need attention. Each carries its path, so that the page can repeat it at the field."""
+    items = "".join(
+        f'<li class="vf-problem-item" data-field="{_esc(field_of(problem.field))}">{_esc(str(problem))}</li>'
+        for problem in problems
+    )
+    head = _head(texts, "open", title=texts["estimate.problems"])
+    return _card([head, f'<ul class="vf-problems">{items}</ul>'], state="open")
+
+
+def notice_card(error: VramfitError, texts: Texts) -> str:
+    """What went wrong when a button was pressed: one card, two sentences."""
+    title = f'<div class="vf-notice-title">{_esc(texts["error.title"])}</div>'
+    return f'<div class="vf-notice" role="alert">{title}{_sentence(error.what)}{_sentence(error.remedy)}</div>'
+
+
+def _card(body: Sequence[str], *, state: str) -> str:
+    return f'<div class="vf-estimate" data-state="{state}">{"".join(body)}</div>'
+
+
+def _head(texts: Texts, state: str, *, title: str = "", on: str = "") -> str:
+    where = f'<span class="vf-on">{_esc(texts["estimate.on"].format(name=on))}</span>' if on else ""
+    badge = f'<span class="vf-badge vf-badge-{state}">{_esc(texts["estimate." + state])}</span>'
+    return f'<div class="vf-head"><h3>{_esc(title or texts["estimate.title"])}</h3>{where}{badge}</div>'
+
+
+def _bar(memory: MemoryEstimate, budget_bytes: int, texts: Texts) -> str:
+    """The peak phase, stacked. Full width is the budget, or what is needed when that is more."""
+    scale = max(budget_bytes, memory.device_bytes, memory.peak_bytes, 1)
+    drawn = "".join(
+        f'<span class="vf-part vf-part-{part.kind}" style="left:{part.left:.3%};width:{part.width:.3%}" '
+        f'title="{_esc(texts["part." + part.kind])}: {format_bytes(part.size)}"></span>'
+        for part in segments(peak_parts(memory), scale_bytes=scale)
+        if part.width >= MIN_SHARE
+    )
+    mark = f'<i class="vf-budget" style="left:{budget_bytes / scale:.3%}"></i>' if scale > budget_bytes else ""
+    label = texts["estimate.of_budget"].format(
+        used=format_bytes(memory.device_bytes), budget=format_bytes(budget_bytes)
+    )
+    return f'<div class="vf-bar" role="img" aria-label="{_esc(label)}">{drawn}{mark}</div>'
+
+
+def _legend(memory: MemoryEstimate, texts: Texts) -> str:
+    parts = peak_parts(memory)
+    rows = "".join(
+        f'<li><i class="vf-dot vf-part-{kind}"></i>{_esc(texts["part." + kind])}<b>{format_bytes(parts[kind])}</b></li>'
+        for kind in MEMORY_KINDS
+        if parts.get(kind, 0) > 0
+    )
+    return f'<ul class="vf-legend">{rows}</ul>'
+
+
+def _facts(forecast: Forecast, texts: Texts) -> str:
+    speed = texts["estimate.tokens_per_s"].format(value=format_count(forecast.speed.tokens_per_s))
+    facts = (
+        ("time", format_duration(forecast.seconds)),
+        ("speed", speed),
+        ("steps", f"{forecast.steps:,}"),
+        ("host", format_bytes(forecast.memory.host_bytes)),
+        ("disk", format_bytes(forecast.memory.disk_bytes)),
+    )
+    cells = "".join(f"<div><dt>{_esc(texts['estimate.' + key])}</dt><dd>{_esc(text)}</dd></div>" for key, text in facts)
+    return f'<dl class="vf-facts">{cells}</dl>'
+
+
+def _reasons(forecast: Forecast, texts: Texts) -> str:
+    rows = "".join(
+        f"<tr><th>{_esc(_setting(choice.setting, texts))}</th><td><b>{_esc(choice.value)}</b>"
+        f"{_you(texts) if choice.fixed else ''}<span>{_esc(choice.reason)}</span></td></tr>"
+        for choice in forecast.plan.reasons
+    )
+    notes = [texts[f"estimate.rates.{forecast.speed.rate_source}"]]
+    notes += [] if forecast.workload.exact else [texts["estimate.guess"]]
+    low, high = format_bytes(forecast.memory.low_bytes), format_bytes(forecast.memory.high_bytes)
+    notes.append(texts["estimate.range"].format(low=low, high=high))
+    return (
+        f'<details class="vf-fold"><summary>{_esc(texts["estimate.reasons"])}</summary>'
+        f'<table class="vf-reasons">{rows}</table><p class="vf-sub">{_esc(" ".join(notes))}</p></details>'
+    )
+
+
+def _phases(memory: MemoryEstimate, texts: Texts) -> str:
+    rows = "".join(
+        f"<tr><th>{_esc(_phase(phase.name, texts))}</th><td><b>{format_bytes(phase.total_bytes)}</b></td></tr>"
+        for phase in memory.phases
+    )
+    title = _esc(texts["estimate.phases"])
+    return f'<details class="vf-fold"><summary>{title}</summary><table class="vf-reasons">{rows}</table></details>'
+
+
+def _setting(name: str, texts: Texts) -> str:
+    """The form's label of a plan's setting where it has one: `memory.loss` and `loss` are both "Loss"."""
+    for path, (label, _) in texts.fields.items():
+        if name in (path, path.rpartition(".")[2]):
+            return label
+    return name.replace("_", " ")
+
+
+def _phase(name: str, texts: Texts) -> str:
+    return texts.words.get(f"phase.{name}", name)
+
+
+def _you(texts: Texts) -> str:
+    return f' <em class="vf-you">{_esc(texts["estimate.you"])}</em>'
+
+
+def _sentence(text: str) -> str:
+    if not text:
+        return ""
+    end = "" if text.endswith((".", "!", "?", "。", "…")) else "."
+    return f"<p>{_esc(text)}{end}</p>"
+
+
+def _list(sentences: Sequence[str]) -> str:
+    items = "".join(f"<li>{_esc(text)}</li>" for text in sentences)
+    return f'<ul class="vf-suggestions">{items}</ul>' if items else ""
+
+
+def _esc(text: object) -> str:
+    return html.escape(str(text), quote=True)

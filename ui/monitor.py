@@ -1,0 +1,210 @@
+"""The Monitor page: what one run looks like now. The page is drawn by assets/monitor.js from what `run_view` returns.
+
+Nothing here owns a run: it reads rows and asks the store to stop. A reader passes the cursors of its last answer and
+gets only what is new, so a tick costs a few hundred bytes however long the run is.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from jobs.job import Job
+from jobs.store import Store
+from ui.charts import SERIES_COLUMNS, TELEMETRY_COLUMNS, columns, figures
+from ui.texts import Texts
+from vramfit.errors import JobError
+
+SERIES_POINTS: Final = 1200
+TELEMETRY_POINTS: Final = 600
+LOG_LINES: Final = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cursor:
+    """How far a reader has come. Zero and None: nothing yet, send the whole (thinned) history."""
+
+    series_after: int = 0
+    series_stride: int | None = None
+    telemetry_after: int = 0
+    telemetry_stride: int | None = None
+    revision: int | None = None
+    events_after: int = 0
+    samples_known: int = -1
+
+
+def choose_run(store: Store, wanted: int) -> Job | None:
+    """The run `wanted`, or with 0 the one at work, else the next in the queue, else the newest; None when there is none.
+
+    Raises JobError when the wanted one does not exist.
+    """
+    if wanted:
+        return store.job(wanted)
+    active = store.active_jobs()
+    if active:
+        return active[0]
+    newest = store.jobs(limit=1)
+    return newest[0] if newest else None
+
+
+def run_view(store: Store, wanted: int, cursor: Cursor, texts: Texts, *, with_log: bool) -> dict[str, Any]:
+    """Everything the page needs about one run, from `cursor` on. Plain JSON values. Raises JobError."""
+    job = choose_run(store, wanted)
+    if job is None:
+        return {"job": None, "time": time.time()}
+    return {
+        "time": time.time(),
+        "job": job_values(job, texts),
+        "figures": _figures(job, texts),
+        "series": _series(store, job, cursor),
+        "telemetry": _telemetry(store, job, cursor),
+        "evaluations": [{"step": found.step, "loss": found.loss} for found in store.evaluations(job.id)],
+        "samples": _samples(store, job, cursor),
+        "events": [_event(event) for event in store.events(job.id, after=cursor.events_after)],
+        "log": store.log_tail(job.id, LOG_LINES) if with_log else None,
+    }
+
+
+def job_values(job: Job, texts: Texts) -> dict[str, Any]:
+    """A job as the pages show it; Runs and Monitor use the same words for it."""
+    config = job.config
+    return {
+        "id": job.id,
+        "name": job.name or texts["run.untitled"].format(id=job.id),
+        "state": job.state,
+        "active": job.active,
+        "final": job.final,
+        "attempt": job.attempt,
+        "phase": _phase(job),
+        "step": job.step,
+        "total_steps": job.total_steps,
+        "created_at": job.created_at,
+        "started_at": job.started_at,
+        "finished_at": job.finished_at,
+        "heartbeat_at": job.heartbeat_at,
+        "final_loss": job.final_loss,
+        "eval_loss": job.eval_loss,
+        "peak_allocated_bytes": job.peak_allocated_bytes,
+        "export": job.export,
+        "failure": job.failure,
+        "remedy": job.remedy,
+        "stop_requested": job.stop_requested,
+        "resumable": job.resumable,
+        "folder": str(job.folder),
+        "method": texts.value("method", config.method),
+        "model": short_model(config.model.source),
+        "device": _device(job),
+        "has_card": has_card(job),
+        "predicted_bytes": _forecast(job, "memory", "peak_bytes"),
+    }
+
+
+def has_card(job: Job) -> bool:
+    """False when the run trains on the CPU. Known from the forecast; before there is one, from the config."""
+    device = _device(job)
+    return device not in ("cpu", "")
+
+
+def short_model(source: str) -> str:
+    """A model's name without its folders: the last part of a path, a hub id or "starter" as they are."""
+    path = Path(source)
+    if not path.is_absolute():
+        return source
+    # A finished run's export lies in DIR/runs/0003-name/export: its run's folder says more than "export".
+    return path.parent.name if path.name == "export" else path.name
+
+
+def stop(store: Store, run: int) -> None:
+    """Ask a run to save and end; a queued one is cancelled. Raises JobError."""
+    store.request_stop(run)
+
+
+def resume(store: Store, run: int) -> None:
+    """Put a stopped or broken run back into the queue, to go on from its checkpoint. Raises JobError."""
+    job = store.job(run)
+    if not job.resumable:
+        raise JobError(f"Run {run} is {job.state} and has no checkpoint to go on from", "Start it again as a new run.")
+    store.enqueue(run)
+
+
+def _series(store: Store, job: Job, cursor: Cursor) -> dict[str, Any]:
+    found = store.series(
+        job.id,
+        after=cursor.series_after,
+        stride=cursor.series_stride,
+        revision=cursor.revision,
+        max_points=SERIES_POINTS,
+    )
+    return {
+        "columns": columns(found.columns, SERIES_COLUMNS),
+        "last": columns(found.tail, SERIES_COLUMNS),
+        "cursor": found.cursor,
+        "stride": found.stride,
+        "revision": found.revision,
+        "reset": found.reset,
+    }
+
+
+def _telemetry(store: Store, job: Job, cursor: Cursor) -> dict[str, Any]:
+    found = store.telemetry(
+        job.id,
+        after=cursor.telemetry_after,
+        stride=cursor.telemetry_stride,
+        revision=cursor.revision,
+        max_points=TELEMETRY_POINTS,
+    )
+    return {
+        "columns": columns(found.columns, TELEMETRY_COLUMNS),
+        "cursor": found.cursor,
+        "stride": found.stride,
+        "reset": found.reset,
+    }
+
+
+def _samples(store: Store, job: Job, cursor: Cursor) -> list[dict[str, Any]] | None:
+    """All samples, or None when the reader has them already (there are few, and none ever changes)."""
+    found = store.samples(job.id)
+    if len(found) == cursor.samples_known:
+        return None
+    return [
+        {"step": sample.step, "stage": sample.stage, "prompt": sample.prompt, "text": sample.text} for sample in found
+    ]
+
+
+def _event(event: Any) -> dict[str, Any]:
+    return {
+        "id": event.id,
+        "time": event.time,
+        "level": event.level,
+        "kind": event.kind,
+        "message": event.message,
+        "step": event.step,
+    }
+
+
+def _figures(job: Job, texts: Texts) -> list[dict[str, Any]]:
+    return figures(
+        has_card=has_card(job),
+        predicted_bytes=_forecast(job, "memory", "peak_bytes"),
+        budget_bytes=_forecast(job, "plan", "budget_bytes"),
+        texts=texts,
+    )
+
+
+def _phase(job: Job) -> dict[str, Any] | None:
+    if job.phase is None:
+        return None
+    phase = job.phase
+    return {"name": phase.name, "done": phase.done, "total": phase.total, "unit": phase.unit, "detail": phase.detail}
+
+
+def _device(job: Job) -> str:
+    """What torch calls the run's device; "" while it is not decided."""
+    planned = _forecast(job, "plan", "device")
+    return str(planned or ("" if job.config.device == "auto" else job.config.device))
+
+
+def _forecast(job: Job, part: str, name: str) -> Any:
+    return job.forecast.get(part, {}).get(name) if job.forecast else None

@@ -1,0 +1,360 @@
+"""The New run page: the form, the estimate beside it, Start. Handlers are thin: read the form, ask one thing, answer."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import gradio as gr
+
+from jobs.store import Store
+from jobs.supervisor import ensure_running
+from ui import form
+from ui.estimate import error_card, forecast_card, problems_card
+from ui.form import FieldSpec
+from ui.preview import PLAN_PREFIX, Preview, Previewer
+from ui.runs import exports
+from ui.texts import Texts
+from vramfit.config import STARTER_MODEL, STARTER_QUESTIONS, STARTER_STORIES, RunConfig
+from vramfit.errors import ConfigError, DataError, HardwareError, ModelError, Problem, UserError, VramfitError
+from vramfit.hardware.catalogue import cards
+from vramfit.models.catalogue import known
+from vramfit.places import uploads_folder
+from vramfit.starter.recipe import questions_run, starter_run
+
+Values = Mapping[Any, Any]
+Updates = dict[Any, Any]
+
+OWN_FILES: Final = "own"
+DOUBLE_CLICK_S: Final = 3.0
+"""Two presses of Start with the same settings within this time are one."""
+
+_FIELD_OF_ERROR: Final = ((DataError, "data.paths"), (ModelError, "model.source"), (HardwareError, "device"))
+
+
+class NewRun:
+    """Builds the page inside an open `gr.Blocks` and answers its events. One for each language."""
+
+    def __init__(
+        self, *, store: Store, previewer: Previewer, texts: Texts, guard: Callable[..., Callable[..., Updates]]
+    ) -> None:
+        self.store, self.previewer, self.texts = store, previewer, texts
+        self.widgets: dict[str, Any] = {}
+        self._started: dict[tuple[str, str], tuple[float, int]] = {}
+        self._lock = threading.Lock()
+        self._number = itertools.count(1)
+        self._guard = guard
+        self._build()
+
+    # ---- the widgets ------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        texts, start = form.show(starter_run()), self.texts
+        specs = {spec.path: spec for spec in form.field_specs()}
+        with gr.Row(elem_classes="vf-new", equal_height=False):
+            with gr.Column(elem_classes="vf-form", scale=3, min_width=320):
+                gr.HTML(
+                    f"<h1>{_esc(start['new.title'])}</h1><p>{_esc(start['new.lead'])}</p>",
+                    elem_classes="vf-lead",
+                    apply_default_css=False,
+                )
+                with gr.Column(elem_classes="vf-fields vf-simple"):
+                    for path in form.SIMPLE:
+                        self._simple(specs[path], texts[path])
+                with gr.Accordion(start["new.advanced"], open=False, elem_classes="vf-advanced"):
+                    for group in form.GROUPS:
+                        self._group(group, [spec for spec in specs.values() if spec.group == group], texts)
+            with gr.Column(elem_classes="vf-side", scale=2, min_width=320):
+                self.estimate = gr.HTML(
+                    self._safe_estimate(starter_run(), "auto"),
+                    elem_classes="vf-estimate-box",
+                    elem_id="estimate",
+                    apply_default_css=False,
+                    js_on_load="window.VF.mountEstimate(element, watch)",
+                )
+                self.start = gr.Button(start["new.start"], variant="primary", elem_id="start", size="lg")
+                self.download = gr.Button(start["new.download"], elem_id="download", size="sm")
+                self.answer = gr.HTML(
+                    "", elem_id="answer", apply_default_css=False, js_on_load="window.VF.mountAnswer(element, watch)"
+                )
+        self._listen()
+
+    def _simple(self, spec: FieldSpec, text: str) -> None:
+        if spec.path == "data.paths":
+            self._data(spec)
+        elif spec.path == "model.source":
+            self.widgets[spec.path] = self._dropdown(spec, self._models(), text, allow_custom_value=True)
+        elif spec.path == "device":
+            self.widgets[spec.path] = self._dropdown(spec, self._cards(), "auto", filterable=True)
+        else:
+            self._field(spec, text)
+
+    def _data(self, spec: FieldSpec) -> None:
+        texts = self.texts
+        choices = [
+            (texts["new.data.stories"], STARTER_STORIES),
+            (texts["new.data.questions"], STARTER_QUESTIONS),
+            (texts["new.data.own"], OWN_FILES),
+        ]
+        self.data_choice = gr.Dropdown(
+            choices,
+            value=STARTER_STORIES,
+            label=texts["new.data"],
+            info=texts["new.data.help"],
+            elem_id="field-data-choice",
+            filterable=False,
+        )
+        with gr.Column(visible=False, elem_classes="vf-own vf-wide") as self.own:
+            self.widgets[spec.path] = gr.Textbox(
+                "",
+                label=texts.label(spec.path),
+                info=texts.help(spec.path),
+                lines=2,
+                max_lines=6,
+                elem_id=_field_id(spec.path),
+            )
+            self.upload = gr.UploadButton(texts["new.upload"], file_count="multiple", size="sm", elem_id="upload")
+
+    def _group(self, group: str, specs: list[FieldSpec], shown: Mapping[str, str]) -> None:
+        specs = [spec for spec in specs if not spec.simple]
+        if not specs:
+            return
+        gr.HTML(f"<h3>{_esc(self.texts.groups[group])}</h3>", elem_classes="vf-group", apply_default_css=False)
+        with gr.Column(elem_classes="vf-fields"):
+            for spec in specs:
+                self._field(spec, shown[spec.path])
+
+    def _field(self, spec: FieldSpec, text: str) -> None:
+        if spec.kind == "choice":
+            choices = [(self.texts.value(spec.path, choice), choice) for choice in spec.choices]
+            self.widgets[spec.path] = self._dropdown(spec, choices, text, filterable=False)
+            return
+        tall = spec.kind in ("lines", "pairs")
+        self.widgets[spec.path] = gr.Textbox(
+            text,
+            label=self.texts.label(spec.path),
+            info=self.texts.help(spec.path),
+            placeholder="auto" if spec.blank == "auto" else "",
+            lines=2 if tall else 1,
+            max_lines=6 if tall else 1,
+            elem_id=_field_id(spec.path),
+        )
+
+    def _dropdown(self, spec: FieldSpec, choices: list[tuple[str, str]], value: str, **options: Any) -> gr.Dropdown:
+        return gr.Dropdown(
+            choices,
+            value=value,
+            label=self.texts.label(spec.path),
+            info=self.texts.help(spec.path),
+            elem_id=_field_id(spec.path),
+            **options,
+        )
+
+    def _models(self) -> list[tuple[str, str]]:
+        trained = exports(self.store, self.texts)
+        return [(self.texts["new.model.starter"], STARTER_MODEL), *trained, *((name, name) for name in known())]
+
+    def _cards(self) -> list[tuple[str, str]]:
+        devices = self.previewer.machine().devices
+        here = [(self.texts["new.card.here"].format(name=device.name), device.torch_device) for device in devices]
+        best = (self.texts["new.card.auto"].format(name=devices[0].name), "auto")
+        plans = [(self.texts["new.card.plan"].format(name=card.name), PLAN_PREFIX + card.name) for card in cards()]
+        return [best, *here, *plans]
+
+    # ---- the events -------------------------------------------------------------------------------------------
+
+    @property
+    def inputs(self) -> set[Any]:
+        """Every widget that says something about the run."""
+        return {*self.widgets.values(), self.data_choice}
+
+    @property
+    def outputs(self) -> list[Any]:
+        """What filling the form from a config may change."""
+        return [*self.widgets.values(), self.data_choice, self.own, self.estimate, self.start, self.answer]
+
+    def _listen(self) -> None:
+        quick: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+        changes = [
+            widget.input if isinstance(widget, gr.Textbox) else widget.change for widget in self.widgets.values()
+        ]
+        gr.on(
+            [*changes, self.data_choice.change],
+            self._guard(self.on_change, self.answer),
+            inputs=self.inputs,
+            outputs=[self.estimate, self.start, self.own],
+            trigger_mode="always_last",
+            **quick,
+        )
+        self.start.click(
+            self._guard(self.on_start, self.answer),
+            inputs=self.inputs,
+            outputs=[self.estimate, self.answer],
+            trigger_mode="once",
+            **quick,
+        )
+        self.download.click(
+            self._guard(self.on_download, self.answer),
+            inputs=self.inputs,
+            outputs=[self.estimate, self.answer],
+            **quick,
+        )
+        self.upload.upload(
+            self._guard(self.on_upload, self.answer),
+            inputs={self.upload, *self.inputs},
+            outputs=[self.widgets["data.paths"], self.estimate, self.start, self.own, self.answer],
+            **quick,
+        )
+
+    def on_load(self) -> Updates:
+        """A page was opened: the finished runs and the machine's memory may have changed since the form was built."""
+        return {
+            self.widgets["model.source"]: gr.update(choices=self._models()),
+            self.widgets["device"]: gr.update(choices=self._cards()),
+            self.estimate: self._safe_estimate(starter_run(), "auto"),
+        }
+
+    def on_change(self, values: Values) -> Updates:
+        """The estimate for what the form says now, or every problem it has."""
+        own = self.data_choice in values and values[self.data_choice] == OWN_FILES
+        planning = str(values[self.widgets["device"]]).startswith(PLAN_PREFIX)
+        return {
+            self.estimate: self._estimate_html(values),
+            self.start: gr.update(interactive=not planning),
+            self.own: gr.update(visible=own),
+        }
+
+    def on_start(self, values: Values, request: gr.Request) -> Updates:
+        """Queue the run and open it; or say what is wrong and keep everything as typed."""
+        try:
+            config, card = self._config(values)
+            if card.startswith(PLAN_PREFIX):
+                name = card.removeprefix(PLAN_PREFIX)
+                raise UserError(self.texts["estimate.plan_only"].format(name=name))
+            preview = self.previewer.preview(config, card)
+        except VramfitError as error:
+            return {self.estimate: self._error_html(error), self.answer: ""}
+        run = self._add_once(config, preview, session=str(request.session_hash))
+        ensure_running(self.store.data_dir)
+        return {self.estimate: self._forecast_html(preview), self.answer: self._order("open", str(run))}
+
+    def on_download(self, values: Values) -> Updates:
+        """The form as a YAML file for `python -m vramfit train`. The card of another machine is left to that machine."""
+        try:
+            config, _ = self._config(values)
+        except ConfigError as error:
+            return {self.estimate: problems_card(error.problems, self.texts), self.answer: ""}
+        name = f"{config.name or 'run'}.yaml"
+        return {self.answer: f"{self._order('download', name, text=config.to_yaml())}"}
+
+    def on_upload(self, values: Values) -> Updates:
+        """Keep the uploaded files in the data folder and name them in the form."""
+        paths = self.widgets["data.paths"]
+        kept = [str(keep_upload(Path(name), uploads_folder(self.store.data_dir))) for name in values[self.upload] or []]
+        text = "\n".join([*filter(None, (values[paths] or "").splitlines()), *kept])
+        return {paths: text, **self.on_change({**values, paths: text}), self.answer: ""}
+
+    def on_fill(self, config: RunConfig) -> Updates:
+        """Put `config` into the form and show the page."""
+        shown = form.show(config)
+        starter = config.data.paths[0] if config.data.paths[0].startswith("starter:") else OWN_FILES
+        updates: Updates = {widget: shown[path] for path, widget in self.widgets.items()}
+        updates[self.widgets["data.paths"]] = shown["data.paths"] if starter == OWN_FILES else ""
+        updates[self.data_choice] = starter
+        updates[self.widgets["model.source"]] = gr.update(choices=self._models(), value=config.model.source)
+        updates[self.own] = gr.update(visible=starter == OWN_FILES)
+        updates[self.start] = gr.update(interactive=True)
+        updates[self.estimate] = self._safe_estimate(config, config.device)
+        updates[self.answer] = self._order("go", "new")
+        return updates
+
+    def on_copy(self, run: int) -> Updates:
+        """The settings of an old run, to start it again or change a little."""
+        return self.on_fill(self.store.job(run).config)
+
+    def on_tune(self, run: int) -> Updates:
+        """Go on from a run's result: LoRA on questions about the stories."""
+        job = self.store.job(run)
+        if not job.export:
+            raise UserError(f"Run {run} has no exported model", "Choose a run that has finished.")
+        return self.on_fill(questions_run(str(job.folder / job.export)))
+
+    # ---- what they share --------------------------------------------------------------------------------------
+
+    def _config(self, values: Values) -> tuple[RunConfig, str]:
+        """The form's RunConfig and the card it is for. Raises ConfigError with every problem."""
+        texts = {path: _text(values[widget]) for path, widget in self.widgets.items()}
+        card = texts["device"]
+        if card.startswith(PLAN_PREFIX):
+            texts["device"] = "auto"
+        choice = values[self.data_choice]
+        if choice != OWN_FILES:
+            texts["data.paths"] = choice
+        return form.read(texts, self.texts), card
+
+    def _estimate_html(self, values: Values) -> str:
+        try:
+            config, card = self._config(values)
+            return self._forecast_html(self.previewer.preview(config, card))
+        except VramfitError as error:
+            return self._error_html(error)
+
+    def _safe_estimate(self, config: RunConfig, card: str) -> str:
+        try:
+            return self._forecast_html(self.previewer.preview(config, card))
+        except VramfitError as error:
+            return self._error_html(error)
+
+    def _forecast_html(self, preview: Preview) -> str:
+        return forecast_card(preview.forecast, self.texts, device_name=preview.device.name, plan_only=not preview.here)
+
+    def _error_html(self, error: VramfitError) -> str:
+        if isinstance(error, ConfigError):
+            return problems_card(error.problems, self.texts)
+        for kind, field in _FIELD_OF_ERROR:
+            if isinstance(error, kind):
+                return problems_card([Problem(field=field, what=error.what, remedy=error.remedy)], self.texts)
+        return error_card(error, self.texts)
+
+    def _add_once(self, config: RunConfig, preview: Preview, *, session: str) -> int:
+        """Add the job; the same settings from the same page within DOUBLE_CLICK_S are the job added before."""
+        key = (session, config.to_json())
+        with self._lock:
+            now = time.monotonic()
+            self._started = {old: entry for old, entry in self._started.items() if now - entry[0] < DOUBLE_CLICK_S}
+            if key not in self._started:
+                self._started[key] = (now, self.store.add_job(config, forecast=preview.forecast))
+            return self._started[key][1]
+
+    def _order(self, what: str, value: str, *, text: str = "") -> str:
+        """A hidden element that assets/panel.js obeys. Numbered, because an answer that is the same changes nothing."""
+        return f'<i hidden data-{what}="{_esc(value)}" data-text="{_esc(text)}" data-number="{next(self._number)}"></i>'
+
+
+def keep_upload(file: Path, folder: Path) -> Path:
+    """Move an uploaded file into `folder` under its own name, or `name-2.ext` when that is taken by another file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        place = folder / (file.name if number == 1 else f"{file.stem}-{number}{file.suffix}")
+        if not place.exists():
+            shutil.move(file, place)
+            return place
+    raise AssertionError("itertools.count ended")
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _field_id(path: str) -> str:
+    return "field-" + path.replace(".", "-")
+
+
+def _esc(text: str) -> str:
+    return html.escape(text, quote=True)
