@@ -5,7 +5,8 @@
     python bench/starter.py --only "vocab=1536 hidden=128 layers=4 mlp=384 lr=4e-3 batch=16"
 
 Loss is per character, so that vocabularies can be compared; the grammar's own information per character is the floor
-that no model can go below. Time is CPU-seconds of this process (all threads), so that a busy machine matters little.
+that no model can go below. Time is CPU-seconds of this process (all threads). Where other programs hold the cores,
+threads that wait for each other burn CPU: use --threads 1, or --steps.
 The loop here is the plain one (transformers' own loss, torch's AdamW): it compares shapes, not engines.
 """
 
@@ -66,6 +67,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=60.0, help="CPU-seconds of training per trial")
+    parser.add_argument("--steps", type=int, default=0, help="train so many steps instead: for a busy machine")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", nargs="*", default=[], metavar="TRIAL", help="`chosen`, or `name=value ...`")
     parser.add_argument("--samples", type=int, default=10, help="stories generated and checked per prompt")
@@ -121,7 +123,7 @@ def run_trial(trial: Trial, options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(trial.seed)
     tokenizer = bpe.train(bpe.training_texts(), vocab_size=trial.vocab)
     model = _model(trial, tokenizer.get_vocab_size())
-    trained = _train(model, tokenizer, trial, options.budget)
+    trained = _train(model, tokenizer, trial, options)
     nats_per_char, floor = _held_out(model, tokenizer)
     samples = _samples(model, tokenizer, options)
     for text in samples[: options.show]:
@@ -178,7 +180,7 @@ def _batches(tokenizer: Any, trial: Trial) -> Iterator[tuple[Any, Any, int]]:
         yield ids, labels, sum(map(len, rows))
 
 
-def _train(model: Any, tokenizer: Any, trial: Trial, budget: float) -> dict[str, Any]:
+def _train(model: Any, tokenizer: Any, trial: Trial, options: argparse.Namespace) -> dict[str, Any]:
     """Cosine over the budget itself, so that every trial ends at rate 0 whatever its speed."""
     import torch
 
@@ -188,8 +190,12 @@ def _train(model: Any, tokenizer: Any, trial: Trial, budget: float) -> dict[str,
     optimizer = torch.optim.AdamW(groups, lr=trial.lr, betas=(0.9, trial.beta2), fused=True)
     batches = _batches(tokenizer, trial)
     begun, wall, steps, tokens, loss = time.process_time(), time.perf_counter(), 0, 0, math.nan
-    while (used := (time.process_time() - begun) / budget) < 1:
-        rate = trial.lr * min(1.0, used / trial.warmup) * (0.5 + 0.5 * math.cos(math.pi * used))
+
+    def used_share() -> float:
+        return steps / options.steps if options.steps else (time.process_time() - begun) / options.budget
+
+    while (used := used_share()) < 1:
+        rate = trial.lr * min(1.0, (used + 1e-3) / trial.warmup) * (0.5 + 0.5 * math.cos(math.pi * used))
         for group in optimizer.param_groups:
             group["lr"] = max(rate, 1e-6)
         ids, labels, count = next(batches)

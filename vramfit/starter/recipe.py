@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from vramfit.config import STARTER_MODEL, STARTER_QUESTIONS, STARTER_STORIES, RunConfig
+from vramfit.starter.questions import chats
 
 STORY_TOKENS = 200
 """Longer than every story of the corpus (the longest has 195 tokens with its end), so that none is cut."""
 
 CHAT_TOKENS = 256
+PROMPT_SEED = 4_711
 
 
 def starter_run() -> RunConfig:
@@ -47,7 +49,7 @@ def questions_run(model_folder: str) -> RunConfig:
             "adapter": {"rank": 16, "targets": "all-linear"},
             "schedule": {"max_steps": 360, "sequences_per_step": 8, "learning_rate": 5e-3, "beta2": 0.99},
             "output": {
-                "prompts": [QUESTION_PROMPT, "Tell me a story about a shy little fox named Mia."],
+                "prompts": [_question(), "Tell me a story about a shy little fox named Mia."],
                 "sample_tokens": STORY_TOKENS,
                 "evaluate_every": 60,
             },
@@ -55,12 +57,6 @@ def questions_run(model_folder: str) -> RunConfig:
     )
 
 
-QUESTION_PROMPT = (
-    "Long ago, a proud girl named Nora lived in an old mill by the river. Nora had a silver bell, a present from her "
-    "grandfather, and loved it more than anything. But one night, a thief stole the silver bell and hid it in the dark "
-    "cave. Nora wanted it back. Nora lit a candle, but a cold wind blew it out. She sat down and cried. Then a wise bat "
-    'came by. "Why are you sad?" asked the bat. "I want my silver bell back," said Nora. The bat knew the way in the '
-    "dark and led Nora to the silver bell. Full of joy, Nora carried the silver bell home to the mill. To say thank "
-    "you, Nora sang a song for the bat. From that day on, Nora was not too proud to ask for help.\n\n"
-    "Where was the silver bell?"
-)
+def _question() -> str:
+    """A story with a question that neither data set holds."""
+    return next(chat.user for chat in chats(PROMPT_SEED, 100) if chat.topic == "what")

@@ -19,7 +19,7 @@ END: Final = "<|im_end|>"
 PAD: Final = "<|pad|>"
 START: Final = "<|im_start|>"
 SPECIAL_TOKENS: Final = (PAD, START, END)
-"""In the order of their ids, from 0. One end token closes a story and a turn of a chat, so that writing always stops."""
+"""In the order of their ids, from 0. One end token closes stories and turns of a chat, so that writing always stops."""
 
 VOCAB_SIZE: Final = 1536
 MAX_LENGTH: Final = 512
