@@ -101,6 +101,7 @@ def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     if getattr(quantised, "quant_state", None) is not None:
         from bitsandbytes.functional import dequantize_4bit
 
+        module.state_dict()  # turns a layout that some CPUs compute in back into the ordinary one
         tensors["weight"] = dequantize_4bit(quantised.data, quantised.quant_state)
     return tensors
 

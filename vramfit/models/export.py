@@ -28,6 +28,9 @@ def export_run(model: nn.Module, tokenizer: Any, config: RunConfig, folder: Path
     "auto" is the adapter where there is one, else the whole model. The files are written beside `folder` and moved in
     at the end, so that `folder` is complete or as it was. Raises OutOfDisk, ModelError.
     """
+    from vramfit.models.load import quiet_transformers
+
+    quiet_transformers()
     kind = export_kind(config)
     needed = _bytes_needed(model, kind) + _SPARE_BYTES
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from vramfit.engine.randomness import own_randomness
 def generate(
     model: Any,
     tokenizer: Any,
-    prompt: str,
+    prompt: str | Sequence[int],
     max_new_tokens: int,
     seed: int,
     *,
@@ -26,7 +27,7 @@ def generate(
 ) -> str:
     """What `model` writes after `prompt`, at most `max_new_tokens` tokens, without the prompt and special tokens.
 
-    `temperature=0` takes the likeliest token always. `as_chat` puts the prompt as a user's turn into the tokenizer's
+    `prompt` is text, or token ids as they are. `temperature=0` takes the likeliest token always. `as_chat` puts the prompt as a user's turn into the tokenizer's
     chat template. The same seed gives the same text. Mode and random states of the run stay as they were.
     """
     if max_new_tokens == 0:
@@ -51,9 +52,11 @@ def generate(
     return text
 
 
-def prompt_tokens(tokenizer: Any, prompt: str, *, as_chat: bool = False) -> torch.Tensor:
+def prompt_tokens(tokenizer: Any, prompt: str | Sequence[int], *, as_chat: bool = False) -> torch.Tensor:
     """Token ids [1, S] of a prompt, at least one: an empty prompt begins as a text of the model's begins."""
-    if as_chat and tokenizer.chat_template:
+    if not isinstance(prompt, str):
+        ids = list(prompt)
+    elif as_chat and tokenizer.chat_template:
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
         )

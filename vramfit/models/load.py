@@ -47,7 +47,7 @@ def load_model(config: RunConfig, plan: Plan, *, cache: Path) -> nn.Module:
 
     Random weights and adapters come from `config.seed`. Raises ModelError naming the file or setting at fault.
     """
-    _quiet_transformers()
+    quiet_transformers()
     torch.manual_seed(config.seed)
     if config.model.source == STARTER_MODEL:
         return build_starter().to(plan.device)
@@ -202,7 +202,7 @@ def _cannot_load(model: ModelChoice, folder: Path | None, error: Exception, *, p
     return ModelError(f"The {part} of {folder} cannot be loaded ({reason})", "Download the model again, completely.")
 
 
-def _quiet_transformers() -> None:
+def quiet_transformers() -> None:
     """A run's log is no place for a progress bar that redraws itself."""
     from transformers.utils import logging
 

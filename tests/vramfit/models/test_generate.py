@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vramfit.models.generate import generate, prompt_tokens
+from vramfit.models.load import load_model, load_tokenizer
+
+
+@pytest.fixture
+def pair(small, model_folder, tmp_path):
+    config = small.config(model_folder, "lora", adapter={"dropout": 0.5})
+    return load_model(config, small.plan(), cache=tmp_path).train(), load_tokenizer(config.model, tmp_path)
+
+
+def test_the_same_seed_gives_the_same_text_and_another_another(pair):
+    first, again, other = (generate(*pair, "once upon", 20, seed) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_greedy_text_is_the_likeliest_token_every_time(pair):
+    """Against one forward pass per token without a cache."""
+    model, tokenizer = pair
+    written = generate(model, tokenizer, "once upon", 8, 0, temperature=0)
+    model.eval()
+    tokens = prompt_tokens(tokenizer, "once upon")
+    start = tokens.shape[1]
+    for _ in range(8):
+        following = model(input_ids=tokens).logits[0, -1].argmax()
+        if following == tokenizer.eos_token_id:
+            break
+        tokens = torch.cat([tokens, following.reshape(1, 1)], dim=1)
+    assert written == tokenizer.decode(tokens[0, start:], skip_special_tokens=True)
+
+
+def test_the_run_goes_on_as_if_nothing_had_been_written(pair):
+    model, tokenizer = pair
+    model.get_base_model().lm_head.eval()  # one module in another mode than its parent
+    modes = [module.training for module in model.modules()]
+    torch.manual_seed(4)
+    wanted = torch.rand(3)
+    torch.manual_seed(4)
+    generate(model, tokenizer, "once upon", 5, 1)
+    assert torch.equal(torch.rand(3), wanted)
+    assert [module.training for module in model.modules()] == modes
+    assert not any(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_an_end_token_ends_the_text(pair):
+    model, tokenizer = pair
+    with torch.no_grad():
+        head = model.get_base_model().lm_head.weight
+        head.zero_()
+    # All logits are 0: the likeliest token is the first, which is made to be an end of the model's own.
+    model.generation_config.eos_token_id = [0, tokenizer.eos_token_id]
+    assert generate(model, tokenizer, "x", 50, 0, temperature=0) == ""
+
+
+def test_prompts_may_be_empty_or_turns_of_a_chat(pair):
+    model, tokenizer = pair
+    assert prompt_tokens(tokenizer, "").tolist() == [[tokenizer.eos_token_id]]
+    chat = tokenizer.decode(prompt_tokens(tokenizer, "hello", as_chat=True)[0])
+    assert chat == "<user>hello</s><assistant>"
+    assert isinstance(generate(model, tokenizer, "", 3, 1), str)
+    assert generate(model, tokenizer, "x", 0, 1) == ""

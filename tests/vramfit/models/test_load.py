@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from vramfit.config import ModelChoice, RunConfig
+from vramfit.errors import ModelError
+from vramfit.models.load import load_model, load_tokenizer, local_folder, read_architecture
+
+TOKENS = torch.tensor([[5, 9, 33, 120, 7]])
+
+
+def test_a_folder_gives_its_weights_in_the_planned_format(small, model_folder, tmp_path):
+    from safetensors.torch import load_file
+
+    saved = load_file(model_folder / "model.safetensors")
+    model = load_model(small.config(model_folder), small.plan(), cache=tmp_path)
+    assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    half = load_model(small.config(model_folder), small.plan(weight_format="bf16"), cache=tmp_path)
+    assert half.lm_head.weight.dtype == torch.bfloat16
+
+
+def test_a_tokenizer_comes_with_its_template(model_folder, tmp_path):
+    tokenizer = load_tokenizer(ModelChoice(source=str(model_folder)), tmp_path)
+    assert tokenizer.eos_token == "</s>" and "assistant" in tokenizer.chat_template
+    assert tokenizer.decode(tokenizer("grüß dich").input_ids) == "grüß dich"
+
+
+def test_pretraining_a_folder_begins_at_random_weights_of_its_shape(small, model_folder, tmp_path):
+    (model_folder / "model.safetensors").unlink()  # not needed
+    first, again = (
+        load_model(small.config(model_folder, "pretrain"), small.plan(method="pretrain"), cache=tmp_path)
+        for _ in range(2)
+    )
+    other = load_model(small.config(model_folder, "pretrain", seed=1), small.plan(method="pretrain"), cache=tmp_path)
+    assert first.config.hidden_size == 64 and torch.equal(first.lm_head.weight, again.lm_head.weight)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+
+
+def test_the_starter_is_built_from_its_shape_and_the_seed(small, tmp_path):
+    from vramfit.starter.shape import MODEL_CONFIG
+
+    first, again = (load_model(RunConfig(), small.plan(method="pretrain"), cache=tmp_path) for _ in range(2))
+    assert first.config.vocab_size == MODEL_CONFIG["vocab_size"]
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    tokenizer = load_tokenizer(ModelChoice(), tmp_path)
+    assert len(tokenizer) <= MODEL_CONFIG["vocab_size"]
+    assert tokenizer.eos_token_id is not None and tokenizer.pad_token_id is not None and tokenizer.chat_template
+
+
+def test_the_starter_needs_neither_adapters_nor_the_automatic_classes():
+    """A first run waits for every import."""
+    code = (
+        "import sys, torch, vramfit.models.load as load; load.build_starter();"
+        "heavy = [name for name in ('peft', 'bitsandbytes', 'pandas', 'sklearn', 'scipy', 'gradio')"
+        " if name in sys.modules]; assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+
+
+def test_qlora_has_a_four_bit_base_that_trains_on_the_cpu(small, model_folder, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    plan = small.plan(method="qlora", weight_format="nf4")
+    model = load_model(small.config(model_folder, "qlora"), plan, cache=tmp_path)
+    layer = model.get_submodule("base_model.model.model.layers.0.mlp.up_proj")
+    assert type(layer.base_layer).__name__ == "Linear4bit" and layer.base_layer.weight.dtype == torch.uint8
+    assert layer.base_layer.weight.quant_state.nested  # double quantisation
+    exact = load_model(small.config(model_folder), small.plan(), cache=tmp_path)(TOKENS).logits
+    logits = model(TOKENS).logits
+    assert (logits - exact).norm() < 0.5 * exact.norm()  # 4 bits of normal random weights
+    logits.sum().backward()
+    assert layer.lora_B.default.weight.grad.abs().max() > 0
+
+
+def test_weights_that_do_not_fill_the_model_are_refused(small, model_folder, tmp_path):
+    path = model_folder / "config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(values | {"num_hidden_layers": 3}), encoding="utf-8")
+    with pytest.raises(ModelError, match=r"9 tensors are missing.*model\.layers\.2"):
+        load_model(small.config(model_folder), small.plan(), cache=tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_of_another_shape_are_refused(small, model_folder, tmp_path):
+    path = model_folder / "config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(values | {"intermediate_size": 96}), encoding="utf-8")
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_model(small.config(model_folder), small.plan(), cache=tmp_path)
+
+
+def test_bad_folders_are_refused_with_the_file(small, model_folder, tmp_path):
+    (model_folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ModelError, match="LFS"):
+        load_model(small.config(model_folder), small.plan(), cache=tmp_path)
+    for path in model_folder.glob("token*"):
+        path.unlink()
+    with pytest.raises(ModelError, match="tokenizer"):
+        load_tokenizer(ModelChoice(source=str(model_folder)), tmp_path)
+    with pytest.raises(ModelError, match="no folder"):
+        load_tokenizer(ModelChoice(source=str(tmp_path / "nowhere")), tmp_path)
+
+
+def test_a_hub_that_cannot_be_reached_is_one_sentence(tmp_path, monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="cannot be fetched from the hub"):
+        load_tokenizer(ModelChoice(source="nobody/nothing-of-the-kind"), tmp_path)
+    with pytest.raises(ModelError, match="cannot be fetched from the hub"):
+        read_architecture(ModelChoice(source="nobody/nothing-of-the-kind"))
+
+
+@pytest.mark.parametrize("source", ["./gone", "../gone", "/gone/away", "~/gone", r"C:\models\gone", "a/b/c"])
+def test_what_looks_like_a_path_is_never_asked_of_the_hub(source):
+    assert local_folder(ModelChoice(source=source)) is not None
+
+
+@pytest.mark.parametrize("source", ["gpt2", "meta-llama/Llama-3.1-8B"])
+def test_what_looks_like_an_id_is_an_id(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert local_folder(ModelChoice(source=source)) is None
+
+
+def test_the_architecture_of_a_folder(model_folder):
+    assert read_architecture(ModelChoice(source=str(model_folder))).layers == 2
