@@ -81,16 +81,15 @@ class ProgressBar:
 
     def phase(self, progress: PhaseProgress) -> None:
         self._target.phase(progress)
-        if progress.name == "training" and not progress.total:
-            return
-        if progress.name != self._phase:
+        kind = "training" if progress.unit == "steps" else progress.name  # one bar through evaluations and saves
+        if kind != self._phase:
             self._close()
-            self._phase = progress.name
-            self._bar = tqdm(desc=progress.name, unit=progress.unit or "it", file=sys.stderr)
+            self._phase = kind
+            self._bar = tqdm(desc=progress.name, unit=f" {progress.unit}", file=sys.stderr, mininterval=0.2)
         if self._bar is not None:
             self._bar.total = progress.total or None
-            self._bar.n = progress.done
-            self._bar.refresh()
+            self._bar.set_description(" ".join(filter(None, [progress.name, progress.detail])), refresh=False)
+            self._bar.update(progress.done - self._bar.n)
 
     def forecast(self, forecast: Forecast) -> None:
         self._target.forecast(forecast)
@@ -109,7 +108,8 @@ class ProgressBar:
 
     def event(self, event: Event) -> None:
         self._target.event(event)
-        tqdm.write(f"{event.level}: {event.message}", file=sys.stderr)
+        if event.level != "info":
+            tqdm.write(f"{event.level}: {event.message}", file=sys.stderr)
 
     def telemetry(self, reading: Telemetry) -> None:
         self._target.telemetry(reading)

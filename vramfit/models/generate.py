@@ -27,8 +27,9 @@ def generate(
 ) -> str:
     """What `model` writes after `prompt`, at most `max_new_tokens` tokens, without the prompt and special tokens.
 
-    `prompt` is text, or token ids as they are. `temperature=0` takes the likeliest token always. `as_chat` puts the prompt as a user's turn into the tokenizer's
-    chat template. The same seed gives the same text. Mode and random states of the run stay as they were.
+    `prompt` is text, or token ids as they are; `as_chat` puts a text as a user's turn into the tokenizer's chat
+    template. `temperature=0` takes the likeliest token always. The same seed gives the same text. Mode and random
+    states of the run stay as they were.
     """
     if max_new_tokens == 0:
         return ""

@@ -1,0 +1,316 @@
+"""The one visible loop: load, plan, resume, then step after step [train, report, evaluate? save? stop?], finish.
+
+Read it top to bottom: things happen in this order and nowhere else. It knows nothing of queues or pages: it reports to
+a Recorder and asks `should_stop` once a step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from vramfit.config import RunConfig
+from vramfit.data.batches import MicroBatch, StepOrder, split
+from vramfit.data.prepare import PreparedData, prepare
+from vramfit.engine.optimizers import build_optimizer
+from vramfit.engine.resident import ResidentExecutor, StepResult
+from vramfit.engine.schedule import learning_rate_at
+from vramfit.errors import CheckpointError, DataError, UserError
+from vramfit.hardware.devices import Machine, probe
+from vramfit.models.export import export_run
+from vramfit.models.generate import generate
+from vramfit.models.load import load_model, load_tokenizer, read_architecture
+from vramfit.planning.plan import Forecast, Plan
+from vramfit.planning.planner import forecast_run, length_limit
+from vramfit.training import checkpoint
+from vramfit.training.metrics import (
+    Evaluation,
+    Event,
+    PhaseProgress,
+    Recorder,
+    RunResult,
+    StepMetrics,
+    TextSample,
+)
+from vramfit.training.samples import sample_prompts
+from vramfit.units import format_bytes, format_count
+
+CHECKPOINTS, EXPORT = "checkpoints", "export"
+AUTOMATIC_CADENCES = 10  # evaluations and checkpoints a run, when the user leaves the choice to us
+MOST_EVALUATION_SHARE = 0.1  # of a run's work, where the cadence is ours to choose
+MOST_REFUSED_STEPS = 8  # in a row; fp16's scaler finds its scale in fewer
+
+
+def train(
+    config: RunConfig,
+    *,
+    folder: Path,
+    cache: Path,
+    recorder: Recorder,
+    should_stop: Callable[[], bool] = lambda: False,
+    resume: bool = False,
+    machine: Machine | None = None,
+) -> RunResult:
+    """Train one run and leave its checkpoints and result in `folder`.
+
+    Stops at the next step boundary, with a checkpoint, once `should_stop()` is true. With `resume` it goes on from the
+    newest complete checkpoint in `folder`. Raises UserError (WontFit, DataError, ModelError, ...) before step 1 when
+    the run cannot work.
+    """
+    recorder.phase(PhaseProgress(name="loading", detail="the tokenizer"))
+    machine = machine or probe(folder)
+    architecture = read_architecture(config.model)
+    tokenizer = load_tokenizer(config.model, cache)
+
+    data = prepare(
+        config.data,
+        tokenizer=tokenizer,
+        max_length=length_limit(config, architecture),
+        seed=config.seed,
+        cache=cache,
+        progress=lambda done, total: recorder.phase(
+            PhaseProgress(name="tokenising", done=done, total=total, unit="rows")
+        ),
+    )
+    recorder.phase(PhaseProgress(name="planning"))
+    forecast = forecast_run(config, architecture=architecture, machine=machine, workload=data.workload)
+    recorder.forecast(forecast)
+    plan = forecast.plan
+    order = StepOrder(
+        [len(example.input_ids) for example in data.train],
+        sequences_per_step=config.schedule.sequences_per_step,
+        seed=config.seed,
+        epochs=config.schedule.epochs,
+        max_steps=config.schedule.max_steps,
+    )
+    if order.total_steps == 0:
+        raise DataError("The data makes 0 optimizer steps", "Add rows, or train for more epochs.")
+
+    recorder.phase(PhaseProgress(name="loading", detail=f"the model, {format_count(architecture.params)} parameters"))
+    model = load_model(config, plan, cache=cache)
+    optimizer = build_optimizer(model, config.schedule, plan)
+    executor = ResidentExecutor(model, plan=plan, optimizer=optimizer, max_grad_norm=config.schedule.max_grad_norm)
+    run = _Run(config=config, plan=plan, data=data, order=order, executor=executor, recorder=recorder, folder=folder)
+
+    run.report_forecast(forecast)
+
+    done = run.resume() if resume else 0
+    if done == 0:
+        run.write_samples(tokenizer, step=0, stage="before")
+
+    recorder.phase(PhaseProgress(name="training", done=done, total=order.total_steps, unit="steps"))
+    stopped = should_stop()
+    while done < order.total_steps and not stopped:
+        done += 1
+        run.step(done)
+        stopped = should_stop()
+        if run.is_due(done, run.evaluate_every):
+            run.evaluate(done)
+        if stopped or run.is_due(done, run.checkpoint_every):
+            run.save(done)
+        recorder.phase(PhaseProgress(name="training", done=done, total=order.total_steps, unit="steps"))
+
+    if stopped and done < order.total_steps:
+        return run.result(done, stopped=True, export=None)
+    recorder.phase(PhaseProgress(name="exporting"))
+    export = export_run(model, tokenizer, config, folder / EXPORT)
+    run.write_samples(tokenizer, step=done, stage="after")
+    return run.result(done, stopped=False, export=export)
+
+
+@dataclass(kw_only=True)
+class _Run:
+    """The loop's small verbs, and the little they remember."""
+
+    config: RunConfig
+    plan: Plan
+    data: PreparedData
+    order: StepOrder
+    executor: ResidentExecutor
+    recorder: Recorder
+    folder: Path
+    final_loss: float | None = None
+    eval_loss: float | None = None
+    peak_allocated_bytes: int = 0
+    _refused_in_a_row: int = 0
+    _process: psutil.Process = field(default_factory=psutil.Process)
+
+    def step(self, step: int) -> None:
+        """One optimizer step over the rows that belong to it, and its metrics."""
+        began = time.perf_counter()
+        rows = self.order.rows(step)
+        rate = learning_rate_at(
+            step, total_steps=self.order.total_steps, schedule=self.config.schedule, peak=self.config.learning_rate
+        )
+        result = self.executor.step(self._micro_batches(rows), rate)
+        self._report_step(step, result, rate=rate, seconds=time.perf_counter() - began)
+
+    def evaluate(self, step: int) -> None:
+        """Mean loss over the held-out share."""
+        if not self.data.held_out:
+            return
+        self.recorder.phase(PhaseProgress(name="evaluating", done=step, total=self.order.total_steps, unit="steps"))
+        loss, tokens = self.executor.evaluate(split(self.data.held_out, self.plan.micro_batch, self.data.pad_id))
+        self.eval_loss = loss
+        self.recorder.evaluation(Evaluation(step=step, time=time.time(), loss=loss, tokens=tokens))
+
+    def save(self, step: int) -> None:
+        """A checkpoint from which `resume` goes on exactly."""
+        self.recorder.phase(PhaseProgress(name="saving", done=step, total=self.order.total_steps, unit="steps"))
+        tensors, values = self.executor.state()
+        checkpoint.save(
+            self.folder / CHECKPOINTS,
+            step=step,
+            tensors=tensors,
+            values={"executor": values, "identity": self._identity(), "eval_loss": self.eval_loss},
+            keep=self.config.output.keep_checkpoints,
+        )
+        self._say("info", "checkpoint", f"Checkpoint saved at step {step}.", step=step)
+
+    def resume(self) -> int:
+        """Load the newest complete checkpoint and return its step; 0 when the run has none yet."""
+        found = checkpoint.newest(self.folder / CHECKPOINTS)
+        if found is None:
+            self._say("info", "resume", "There is no checkpoint yet: the run starts from the beginning.")
+            return 0
+        for reason in found.damaged:
+            self._say("warning", "resume", f"A newer checkpoint was passed over: {reason}.")
+        saved = found.checkpoint
+        self._check_identity(saved.values["identity"])
+        self.executor.load_state(saved.tensors, saved.values["executor"])
+        self.eval_loss = saved.values["eval_loss"]
+        self._say("info", "resume", f"Resumed at step {saved.step}.", step=saved.step)
+        return saved.step
+
+    @property
+    def checkpoint_every(self) -> int:
+        """Steps between checkpoints."""
+        wish = self.config.output.checkpoint_every
+        return max(1, self.order.total_steps // AUTOMATIC_CADENCES) if wish == "auto" else wish
+
+    @property
+    def evaluate_every(self) -> int:
+        """Steps between evaluations, 0 for never.
+
+        Automatic ones are rarer where the held-out share is large: forward alone is a third of a training step's work,
+        and evaluation is to take no more than MOST_EVALUATION_SHARE of the run.
+        """
+        wish = self.config.output.evaluate_every
+        if wish != "auto":
+            return wish
+        step_tokens = self.data.workload.mean_tokens * self.config.schedule.sequences_per_step
+        work_in_steps = sum(map(len, self.data.held_out)) / (3 * step_tokens)
+        return math.ceil(max(1, self.order.total_steps / AUTOMATIC_CADENCES, work_in_steps / MOST_EVALUATION_SHARE))
+
+    def is_due(self, step: int, every: int) -> bool:
+        """Whether something with this cadence happens after `step`. The last step is always one; 0 turns it off."""
+        return every > 0 and (step % every == 0 or step == self.order.total_steps)
+
+    def write_samples(self, tokenizer: Any, *, step: int, stage: Literal["before", "after"]) -> None:
+        """Text of the model as it is now: what the run is for, in a form a person can judge."""
+        for prompt in sample_prompts(self.config, self.data, tokenizer):
+            text = generate(
+                self.executor.model,
+                tokenizer,
+                prompt.text if prompt.tokens is None else prompt.tokens,
+                self.config.output.sample_tokens,
+                self.config.seed,
+                as_chat=prompt.as_chat,
+                compute=self.plan.compute,
+            )
+            self.recorder.sample(TextSample(step=step, stage=stage, prompt=prompt.text, text=text))
+
+    def _micro_batches(self, rows: Sequence[int]) -> list[MicroBatch]:
+        examples = [self.data.train[row] for row in rows]
+        return split(examples, self.plan.micro_batch, self.data.pad_id)
+
+    def _report_step(self, step: int, result: StepResult, *, rate: float, seconds: float) -> None:
+        allocated, reserved = self.executor.memory()
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, allocated)
+        self.final_loss = result.loss
+        self.recorder.steps(
+            [
+                StepMetrics(
+                    step=step,
+                    time=time.time(),
+                    loss=result.loss,
+                    learning_rate=rate,
+                    grad_norm=result.grad_norm,
+                    tokens=result.tokens,
+                    tokens_per_s=result.tokens / seconds,
+                    step_seconds=seconds,
+                    epoch=self.order.epoch(step),
+                    allocated_bytes=allocated,
+                    reserved_bytes=reserved,
+                    resident_bytes=self._process.memory_info().rss,
+                    loss_scale=result.loss_scale,
+                    skipped=result.skipped,
+                )
+            ]
+        )
+        if result.recovered:
+            self._say("warning", "out-of-memory", f"{result.recovered}.", step=step)
+        self._check_health(step, result)
+
+    def _check_health(self, step: int, result: StepResult) -> None:
+        """A step that could not be taken is told; several in a row end the run, which keeps its last checkpoint."""
+        self._refused_in_a_row = self._refused_in_a_row + 1 if result.problem else 0
+        if result.problem:
+            self._say("warning", "not-finite", f"{result.problem}.", step=step)
+        if self._refused_in_a_row >= MOST_REFUSED_STEPS:
+            raise UserError(
+                f"{MOST_REFUSED_STEPS} steps in a row up to step {step} gave no finite result: {result.problem}",
+                "Lower the learning rate, or choose fp32 or bf16; the last checkpoint is kept.",
+            )
+
+    def _identity(self) -> dict[str, Any]:
+        """What a checkpoint belongs to: going on with other data or another step would train something else."""
+        return {
+            "data": self.data.fingerprint,
+            "sequences": len(self.data.train),
+            "sequences_per_step": self.config.schedule.sequences_per_step,
+            "total_steps": self.order.total_steps,
+            "seed": self.config.seed,
+        }
+
+    def _check_identity(self, saved: dict[str, Any]) -> None:
+        now = self._identity()
+        changed = [f"{name} was {saved.get(name)}, is {now[name]}" for name in now if saved.get(name) != now[name]]
+        if changed:
+            raise CheckpointError(
+                f"The checkpoint belongs to another run: {'; '.join(changed)}",
+                "Restore the data and settings it was started with, or start a new run.",
+            )
+
+    def _say(
+        self, level: Literal["info", "warning", "error"], kind: str, message: str, *, step: int | None = None
+    ) -> None:
+        print(message, flush=True)
+        self.recorder.event(Event(time=time.time(), level=level, kind=kind, message=message, step=step))
+
+    def report_forecast(self, forecast: Forecast) -> None:
+        """Say in the log what was decided and why."""
+        for choice in forecast.plan.reasons:
+            print(f"{choice.setting} = {choice.value}: {choice.reason}", flush=True)
+        print(
+            f"predicted peak {format_bytes(forecast.memory.peak_bytes)} of {format_bytes(self.plan.budget_bytes)}, "
+            f"{forecast.speed.tokens_per_s:.0f} tokens/s",
+            flush=True,
+        )
+
+    def result(self, step: int, *, stopped: bool, export: Path | None) -> RunResult:
+        return RunResult(
+            steps=step,
+            total_steps=self.order.total_steps,
+            stopped=stopped,
+            final_loss=self.final_loss,
+            eval_loss=self.eval_loss,
+            peak_allocated_bytes=self.peak_allocated_bytes,
+            export=str(export) if export else None,
+        )

@@ -1,0 +1,42 @@
+"""What the model is asked to continue, before and after: the config's prompts, or beginnings of held-out rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vramfit.config import RunConfig
+from vramfit.data.conversations import Example
+from vramfit.data.prepare import PreparedData
+
+HELD_OUT_PROMPTS = 2
+DOCUMENT_PROMPT_TOKENS = 16
+LONGEST_PROMPT_TOKENS = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """`text` as shown; `tokens` as the model sees it, or None to have `text` tokenised (`as_chat`: as a user's turn)."""
+
+    text: str
+    as_chat: bool = False
+    tokens: tuple[int, ...] | None = None
+
+
+def sample_prompts(config: RunConfig, data: PreparedData, tokenizer: Any) -> list[Prompt]:
+    """At most a few prompts, the same ones at every call. None when the config asks for 0 sample tokens."""
+    if config.output.sample_tokens == 0:
+        return []
+    if config.output.prompts:
+        as_chat = not data.survey.documents
+        return [Prompt(text=text, as_chat=as_chat) for text in config.output.prompts]
+    found = (_beginning(example) for example in data.held_out)
+    usable = [tokens for tokens in found if 0 < len(tokens) <= LONGEST_PROMPT_TOKENS][:HELD_OUT_PROMPTS]
+    return [Prompt(text=tokenizer.decode(tokens, skip_special_tokens=True), tokens=tokens) for tokens in usable]
+
+
+def _beginning(example: Example) -> tuple[int, ...]:
+    """The tokens before the first answer; the first few of a document, where everything is to be learned."""
+    first = int(example.trained.argmax())
+    untrained_start = first > 1  # the very first token of a sequence is never trained
+    return tuple(example.input_ids[: first if untrained_start else DOCUMENT_PROMPT_TOKENS].tolist())
