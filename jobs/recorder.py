@@ -97,6 +97,9 @@ class StoreRecorder:
             wait = 0.0 if progress.name != self.phase_name else max(0.0, self._phase_at + PHASE_S - now)
             self.phase_name, self._waiting.phase = progress.name, progress
             self._want(now + wait)
+        if progress.name == "saving":
+            # A checkpoint must not outlive the rows of its steps: after a power cut nobody would write them again.
+            self.flush()
 
     def forecast(self, forecast: Forecast) -> None:
         with self._lock:
@@ -180,8 +183,9 @@ class StoreRecorder:
     def _write(self, batch: _Batch) -> bool:
         if not batch or self.fenced:
             return True
+        saving = batch.phase is not None and batch.phase.name == "saving"
         try:
-            self.fenced = not self._store.record(self._job, attempt=self._attempt, **batch.values())
+            self.fenced = not self._store.record(self._job, attempt=self._attempt, durable=saving, **batch.values())
         except UserError as error:
             if self._retry_s == 0.0:
                 print(f"metrics wait in memory: {error}", file=sys.stderr)

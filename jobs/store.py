@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 from jobs import schema
 from jobs.job import ACTIVE, FINAL, RESUMABLE, Job, JobEvent, Series, State
@@ -38,31 +38,32 @@ LOG_TAIL_BYTES: Final = 256 * 1024
 
 # How a bucket of rows becomes one point.
 _METRICS: Final = {
-    "step": "max(step)",
-    "time": "max(time)",
-    "loss": "avg(loss)",
-    "learning_rate": "avg(learning_rate)",
-    "grad_norm": "avg(grad_norm)",
-    "tokens": "sum(tokens)",
-    "tokens_per_s": "avg(tokens_per_s)",
-    "step_seconds": "avg(step_seconds)",
-    "epoch": "max(epoch)",
-    "allocated_bytes": "max(allocated_bytes)",
-    "reserved_bytes": "max(reserved_bytes)",
-    "resident_bytes": "max(resident_bytes)",
-    "loss_scale": "avg(loss_scale)",
-    "skipped": "max(skipped)",
+    "step": "max",
+    "time": "max",
+    "loss": "mean",
+    "learning_rate": "mean",
+    "grad_norm": "mean",
+    "tokens": "sum",
+    "tokens_per_s": "mean",
+    "step_seconds": "mean",
+    "epoch": "max",
+    "allocated_bytes": "max",
+    "reserved_bytes": "max",
+    "resident_bytes": "max",
+    "loss_scale": "mean",
+    "skipped": "max",
 }
 _TELEMETRY: Final = {
-    "number": "max(number)",
-    "time": "max(time)",
-    "device_bytes": "max(device_bytes)",
-    "host_bytes": "max(host_bytes)",
-    "utilisation": "avg(utilisation)",
-    "power_watts": "avg(power_watts)",
-    "temperature_c": "max(temperature_c)",
-    "cpu_utilisation": "avg(cpu_utilisation)",
+    "number": "max",
+    "time": "max",
+    "device_bytes": "max",
+    "host_bytes": "max",
+    "utilisation": "mean",
+    "power_watts": "mean",
+    "temperature_c": "max",
+    "cpu_utilisation": "mean",
 }
+_ROLLUP: Final = 64  # steps of a bucket in metrics_by_64; charts with a stride of at least that read it
 _JOB_COLUMNS: Final = (
     "id, name, state, attempt, revision, position, foreground, config, forecast, folder, owner, phase, total_steps, "
     "created_at, claimed_at, started_at, finished_at, heartbeat_at, stop_requested_at, final_loss, "
@@ -428,6 +429,8 @@ class Store:
             [id_, after, before_attempt],
         ).rowcount
         if removed:
+            left = "(SELECT coalesce(max(step), 0) FROM metrics WHERE job = ?)"
+            db.execute(f"DELETE FROM metrics_by_64 WHERE job = ? AND step > {left}", [id_, id_])
             db.execute("UPDATE jobs SET revision = revision + 1 WHERE id = ?", [id_])
 
     def heartbeat(self, id_: int, *, attempt: int) -> None:
@@ -453,9 +456,10 @@ class Store:
         events: Sequence[Event] = (),
         phase: PhaseProgress | None = None,
         forecast: Forecast | None = None,
+        durable: bool = False,
     ) -> bool:
         """Write a batch in one transaction. Writing the same step again replaces it. False: the attempt is over."""
-        with self._write(durable=False) as db:
+        with self._write(durable=durable) as db:
             if self._one("SELECT 1 FROM jobs WHERE id = ? AND attempt = ?", [id_, attempt]) is None:
                 return False
             self._record_steps(db, id_, attempt, steps)
@@ -482,6 +486,17 @@ class Store:
         # An attempt's first step says where it resumed: older rows from there on are taken back with it.
         self._take_back(db, id_, after=min(row.step for row in steps) - 1, before_attempt=attempt)
         _replace(db, "metrics", [{"job": id_, "attempt": attempt, **dataclasses.asdict(row)} for row in steps])
+        self._roll_up(db, id_, first=min(row.step for row in steps), last=max(row.step for row in steps))
+
+    def _roll_up(self, db: Any, id_: int, *, first: int, last: int) -> None:
+        """Sum up the full buckets that rows from `first` to `last` lie in."""
+        start, end = (first - 1) // _ROLLUP * _ROLLUP, ((last - 1) // _ROLLUP + 1) * _ROLLUP
+        wanted = ", ".join(_aggregate(name, how, weight="1") for name, how in _METRICS.items())
+        db.execute(
+            f"INSERT OR REPLACE INTO metrics_by_64 (job, {', '.join(_METRICS)}) SELECT job, {wanted} FROM metrics "
+            "WHERE job = ? AND step > ? AND step <= ? GROUP BY (step - 1) / ? HAVING max(step) % ? = 0",
+            [id_, start, end, _ROLLUP, _ROLLUP],
+        )
 
     def _record_telemetry(self, db: Any, id_: int, readings: Sequence[Telemetry]) -> None:
         if not readings:
@@ -589,14 +604,7 @@ class Store:
             whole = last if job["state"] in FINAL else last - last % now_stride
 
             def points(first: int, end: int) -> dict[str, list[float | int | None]]:
-                names, wanted = ", ".join(columns), ", ".join(columns.values())
-                where = f"FROM {table} WHERE job = ? AND {key} > ? AND {key} <= ?"
-                sql = f"SELECT {names} {where} ORDER BY {key}"
-                values = [id_, first, end]
-                if now_stride > 1:
-                    sql = f"SELECT {wanted} {where} GROUP BY ({key} - 1) / ? ORDER BY 1"
-                    values.append(now_stride)
-                rows = db.execute(sql, values).fetchall() if end > first else []
+                rows = self._points(id_, table, key, columns, first, end, now_stride) if end > first else []
                 return {name: [row[i] for row in rows] for i, name in enumerate(columns)}
 
             return Series(
@@ -608,6 +616,26 @@ class Store:
                 reset=reset,
                 rows=last,
             )
+
+    def _points(
+        self, id_: int, table: str, key: str, columns: Mapping[str, str], first: int, end: int, stride: int
+    ) -> list[tuple[Any, ...]]:
+        """Rows (first, end], `stride` of them to a point."""
+        names = ", ".join(columns)
+        where = f"FROM {table} WHERE job = ? AND {key} > ? AND {key} <= ?"
+        values: list[Any] = [id_, first, end]
+        if stride == 1:
+            rows = self._db.execute(f"SELECT {names} {where} ORDER BY {key}", values).fetchall()
+            return cast("list[tuple[Any, ...]]", rows)
+        source = f"SELECT {names}, 1 AS weight {where}"
+        if table == "metrics" and stride >= _ROLLUP:
+            # Full buckets of 64 from their own table, only the rows behind the last of them one by one.
+            summed = end - end % _ROLLUP
+            source = f"SELECT {names}, {_ROLLUP} AS weight {where.replace(table, 'metrics_by_64')} UNION ALL {source}"
+            values = [id_, first, summed, id_, max(first, summed), end]
+        wanted = ", ".join(_aggregate(name, how, weight="weight") for name, how in columns.items())
+        sql = f"SELECT {wanted} FROM ({source}) GROUP BY ({key} - 1) / ? ORDER BY 1"
+        return cast("list[tuple[Any, ...]]", self._db.execute(sql, [*values, stride]).fetchall())
 
     def evaluations(self, id_: int) -> list[Evaluation]:
         """All evaluations, by step."""
@@ -633,6 +661,14 @@ class Store:
     def log_tail(self, id_: int, lines: int = 200) -> str:
         """The last `lines` lines of the trainer's output, at most 256 KiB; "" while there is none."""
         return tail_of(self.job(id_).log, lines=lines)
+
+
+def _aggregate(column: str, how: str, *, weight: str) -> str:
+    """SQL of one point's value. A mean leaves out rows without a value (a loss that was not finite); a summed-up bucket
+    weighs all of its 64 rows even when some had none."""
+    if how == "mean":
+        return f"sum({column} * {weight}) / sum(CASE WHEN {column} IS NOT NULL THEN {weight} END)"
+    return f"{how}({column})"
 
 
 def stride_for(rows: int, *, max_points: int) -> int:

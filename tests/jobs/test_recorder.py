@@ -145,6 +145,13 @@ def test_rows_of_an_attempt_that_was_replaced_are_dropped(store: Store, job: int
     assert store.job(job).step == 1
 
 
+def test_rows_are_on_disk_before_the_checkpoint_that_counts_on_them(store: Store, job: int) -> None:
+    with store.recorder(job, 1) as recorder:
+        recorder.steps([metrics(1)])
+        recorder.phase(PhaseProgress(name="saving"))
+        assert store.job(job).step == 1, "written before the call returned"
+
+
 def test_flush_tells_when_it_was_in_vain(store: Store, job: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema, "BUSY_TIMEOUT_S", 0.05)
     with store.recorder(job, 1) as recorder:

@@ -15,7 +15,7 @@ from vramfit.config import RunConfig
 from vramfit.errors import JobError
 
 # The tables that each released migration made. A line is added with each one and never changed.
-RELEASED = {"0001_first_tables": "61e3c0"}
+RELEASED = {"0001_first_tables": "61e3c0", "0002_metrics_by_64": "694b42"}
 
 
 def tables(path: Path) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 
 import pytest
 from hypothesis import given, settings
@@ -357,6 +358,8 @@ def test_a_run_of_100_000_steps_opens_in_under_a_second(store: Store) -> None:
         "FROM metrics, (WITH RECURSIVE n (value) AS (VALUES (2) UNION ALL SELECT value + 1 FROM n LIMIT 99999) "
         "SELECT value FROM n)"
     )
+    with store._write(durable=False) as db:
+        store._roll_up(db, job.id, first=1, last=100_000)
     began = time.perf_counter()
     series = store.series(job.id)
     assert time.perf_counter() - began < 1.0
@@ -369,6 +372,36 @@ def test_a_run_of_100_000_steps_opens_in_under_a_second(store: Store) -> None:
     began = time.perf_counter()
     store.jobs()
     assert time.perf_counter() - began < 0.05
+
+
+def test_summed_up_buckets_say_what_their_rows_say(store: Store) -> None:
+    """Strides of 64 and more read full buckets of 64, written as they fill, in whatever portions the rows come."""
+    job = running(store)
+    step = 0
+    for size in (1, 62, 1, 3, 130, 200, 100, 503):
+        rows = [metrics(step + i, loss=math.nan if i % 7 == 0 else float(i)) for i in range(1, size + 1)]
+        store.record(job.id, attempt=1, steps=rows)
+        step += size
+    store.record(job.id, attempt=1, steps=[metrics(70, loss=900.0)])  # a step done again, long after
+    whole = store.series(job.id, max_points=10_000).columns
+    for max_points in (16, 5, 1):
+        series = store.series(job.id, max_points=max_points)
+        assert series.stride >= 64
+        for i, last in enumerate([*series.columns["step"], *series.tail["step"]]):
+            bucket = slice(i * series.stride, int(last))
+            for name, how in (("loss", mean), ("tokens", sum), ("allocated_bytes", max), ("step_seconds", mean)):
+                value = [*series.columns[name], *series.tail[name]][i]
+                assert value == pytest.approx(how([x for x in whole[name][bucket] if x is not None]), rel=1e-2)
+
+
+def test_summed_up_buckets_are_taken_back_with_their_rows(store: Store) -> None:
+    job = running(store, rows=300)
+    resumed(store, job, resume_step=100)
+    store.record(job.id, attempt=2, steps=[metrics(step, loss=5.0) for step in range(101, 193)])
+    series = store.series(job.id, max_points=3)
+    assert series.columns["step"] == [64, 128, 192]
+    assert series.columns["loss"][2] == 5.0
+    assert series.columns["loss"][1] == pytest.approx((sum(1 / step for step in range(65, 101)) + 28 * 5.0) / 64)
 
 
 def test_readings_are_numbered_so_that_a_clock_set_back_loses_none(store: Store) -> None:
