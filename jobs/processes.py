@@ -193,23 +193,38 @@ def terminate(who: str) -> None:
 
 def kill(who: str) -> None:
     """End the whole group without asking. Repeated until nothing is left, since a member may be starting another."""
-    for _ in range(5):
-        left = members(who)
-        for process in left:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        if not left:
-            return
-        psutil.wait_procs(left, timeout=0.2)
+    _kill(who, [])
 
 
 def end(who: str, *, grace_s: float) -> None:
     """TERM, then KILL what is left after `grace_s`. Returns when the group is gone, or nothing more can be done."""
+    # Kept, because a child that left the group cannot be found any more once its parent is gone.
+    known = members(who)
     terminate(who)
-    deadline = time.monotonic() + grace_s
-    while members(who) and time.monotonic() < deadline:
+    _wait(known, seconds=grace_s)
+    _kill(who, known)
+
+
+def _kill(who: str, known: list[psutil.Process]) -> None:
+    for _ in range(5):
+        known = [process for process in {*known, *members(who)} if _lives(process)]
+        for process in known:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        if not known:
+            return
+        _wait(known, seconds=0.2)
+
+
+def _wait(known: Sequence[psutil.Process], *, seconds: float) -> None:
+    """Until all are gone, zombies included. (psutil's own wait would collect our children's exit codes.)"""
+    deadline = time.monotonic() + seconds
+    while any(map(_lives, known)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    kill(who)
+
+
+def _lives(process: psutil.Process) -> bool:
+    return process.is_running() and not _is_zombie(process.pid)
 
 
 # ---- how did it end ---------------------------------------------------------------------------------------------

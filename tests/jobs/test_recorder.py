@@ -67,7 +67,7 @@ def test_a_new_phase_appears_at_once_and_its_progress_five_times_a_second(
         began = time.monotonic()
         recorder.phase(PhaseProgress(name="loading"))
         eventually(lambda: bool(written), seconds=1)
-        assert time.monotonic() - began < 0.15
+        assert time.monotonic() - began < 0.4
         while time.monotonic() - began < 1.0:
             recorder.phase(PhaseProgress(name="tokenising", done=time.monotonic(), total=1.0))
             time.sleep(0.005)
@@ -87,12 +87,12 @@ def test_two_hundred_rows_go_at_once(store: Store, job: int, eventually: Callabl
 def test_a_locked_database_ends_nothing_and_loses_nothing(
     store: Store, job: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ten seconds of lock are told by a busy timeout of a twentieth of a second instead of ten, and a lock of 0.6 s."""
-    monkeypatch.setattr(schema, "BUSY_TIMEOUT_S", 0.05)
+    """A lock of ten seconds, short: a busy timeout of 0.4 s instead of ten, and a lock of 1 s."""
+    monkeypatch.setattr(schema, "BUSY_TIMEOUT_S", 0.4)
     holder = sqlite3.connect(store.path, isolation_level=None, check_same_thread=False)
     with store.recorder(job, 1) as recorder:
         holder.execute("BEGIN IMMEDIATE")
-        timer = threading.Timer(0.6, holder.close)
+        timer = threading.Timer(1.0, holder.close)
         timer.start()
         slowest = 0.0
         for step in range(1, 101):
@@ -112,7 +112,7 @@ def test_a_locked_database_ends_nothing_and_loses_nothing(
             time.sleep(0.01)
         recorder.event(Event(time=0.0, level="info", kind="x", message="Said while locked."))
         timer.join()
-    assert slowest < 0.1, "training did not wait for the lock"
+    assert slowest < 0.3, "training did not wait for the lock"
     assert store.series(job).columns["step"] == list(range(1, 101))
     assert store.telemetry(job).columns["host_bytes"] == list(range(1, 101))
     assert len(store.events(job)) == 1
