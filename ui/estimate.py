@@ -1,4 +1,4 @@
-"""Forecast -> HTML: the stacked bar of memory against the budget, and what the run takes. Pure: numbers in, text out."""
+"""Forecast -> HTML: the stacked bar of memory against the budget, and what the run takes. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vramfit.errors import Problem, VramfitError, WontFit
 from vramfit.planning.plan import MEMORY_KINDS, Forecast, MemoryEstimate
 from vramfit.units import format_bytes, format_count, format_duration
 
-MIN_SHARE: Final = 0.004
+MIN_SHARE: Final = 0.0005
 """A part smaller than this share of the bar gets no segment (it stays in the legend)."""
 
 
@@ -38,7 +38,7 @@ def segments(parts: Mapping[str, int], *, scale_bytes: int) -> list[Segment]:
 
 
 def peak_parts(memory: MemoryEstimate) -> dict[str, int]:
-    """The peak phase by kind, what the driver and the allocator take besides counted as overhead: sums to the figure."""
+    """The peak phase by kind; what driver and allocator take besides is overhead, so it sums to the figure."""
     parts: dict[str, int] = dict(memory.peak.parts)
     parts["overhead"] = parts.get("overhead", 0) + max(0, memory.device_bytes - memory.peak_bytes)
     return parts

@@ -36,7 +36,7 @@ class Cursor:
 
 
 def choose_run(store: Store, wanted: int) -> Job | None:
-    """The run `wanted`, or with 0 the one at work, else the next in the queue, else the newest; None when there is none.
+    """The run `wanted`; with 0 the one at work, else the newest, else None.
 
     Raises JobError when the wanted one does not exist.
     """

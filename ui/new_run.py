@@ -1,4 +1,4 @@
-"""The New run page: the form, the estimate beside it, Start. Handlers are thin: read the form, ask one thing, answer."""
+"""The New run page: the form, the estimate beside it, Start. Thin handlers: read the form, ask one thing, answer."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ class NewRun:
         return {self.estimate: self._forecast_html(preview), self.answer: self._order("open", str(run))}
 
     def on_download(self, values: Values) -> Updates:
-        """The form as a YAML file for `python -m vramfit train`. The card of another machine is left to that machine."""
+        """The form as a YAML file for `python -m vramfit train`. The card is left to that machine."""
         try:
             config, _ = self._config(values)
         except ConfigError as error:
@@ -289,14 +289,14 @@ class NewRun:
 
     def _config(self, values: Values) -> tuple[RunConfig, str]:
         """The form's RunConfig and the card it is for. Raises ConfigError with every problem."""
-        texts = {path: _text(values[widget]) for path, widget in self.widgets.items()}
-        card = texts["device"]
+        typed = {path: _text(values[widget]) for path, widget in self.widgets.items()}
+        card = typed["device"]
         if card.startswith(PLAN_PREFIX):
-            texts["device"] = "auto"
+            typed["device"] = "auto"
         choice = values[self.data_choice]
         if choice != OWN_FILES:
-            texts["data.paths"] = choice
-        return form.read(texts, self.texts), card
+            typed["data.paths"] = choice
+        return form.read(typed, self.texts), card
 
     def _estimate_html(self, values: Values) -> str:
         try:

@@ -331,7 +331,7 @@ def _add_routes(app: FastAPI, services: Services) -> None:
         revision: int | None = None,
         events_after: int = 0,
         samples_known: int = -1,
-        log: int = 0,  # noqa: A002
+        want_log: int = 0,
     ) -> Response:
         cursor = Cursor(
             series_after=series_after,
@@ -342,7 +342,7 @@ def _add_routes(app: FastAPI, services: Services) -> None:
             events_after=events_after,
             samples_known=samples_known,
         )
-        return _answer(services, lang, lambda texts: run_view(store, run, cursor, texts, with_log=bool(log)))
+        return _answer(services, lang, lambda texts: run_view(store, run, cursor, texts, with_log=bool(want_log)))
 
 
 def _answer(services: Services, language: str, view: Callable[[Texts], dict[str, Any]]) -> Response:

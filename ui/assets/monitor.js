@@ -3,21 +3,23 @@
 (() => {
   "use strict";
   const VF = window.VF;
-  const SMOOTHING = 0.12; // weight of a new point in the smoothed loss
+  const SMOOTHING = 0.2; // weight of a new point in the smoothed loss
   const FAR = 6; // a constant line this many times above the curves is not drawn at first
   const make = VF.make;
 
+  // Fetched while gradio builds the page when this page is wanted, else once the first page stands.
   let plotlyLoading = null;
   const plotly = () => {
     plotlyLoading ??= new Promise((resolve, reject) => {
-      if (window.Plotly) return resolve(window.Plotly);
-      const script = make("script", { src: VF.plotly });
+      const script = make("script", { src: VF.plotly, async: true });
       script.onload = () => resolve(window.Plotly);
       script.onerror = () => { plotlyLoading = null; reject(new Error("plotly")); };
       document.head.append(script);
     });
     return plotlyLoading;
   };
+  if (VF.place().page === "monitor") plotly().catch(() => {});
+  else window.addEventListener("load", () => setTimeout(() => plotly().catch(() => {}), 2500));
 
   // ---- one chart -----------------------------------------------------------------------------------------------
   class Chart {
@@ -146,6 +148,7 @@
       if (last == null) return;
       const value = last * this.figure.traces[0].scale;
       const unit = this.figure.unit;
+      if (unit === "GiB") return VF.text(this.now, VF.bytes(last));
       const digits = unit === "%" || unit === "W" || unit === "°C" ? value.toFixed(0) : unit === "tokens/s" ? VF.count(value) : VF.number(value, 3);
       VF.text(this.now, `${digits}${unit && unit !== "%" ? " " : ""}${unit}`);
     }
@@ -260,7 +263,7 @@
       this.busy = true;
       const run = this.run;
       try {
-        const view = await VF.fetch(`run/${run}`, { ...this.cursor, log: this.log.open ? 1 : 0 });
+        const view = await VF.fetch(`run/${run}`, { ...this.cursor, want_log: this.log.open ? 1 : 0 });
         if (run === this.run) await this.draw(view);
         VF.show(this.offline, false);
       } catch (error) {
@@ -337,7 +340,7 @@
       }
       VF.text(this.phase, line);
       const inPhase = job.active && phase && phase.name !== "training" && phase.total > 0;
-      const share = inPhase ? phase.done / phase.total : job.total_steps ? job.step / job.total_steps : 0;
+      const share = inPhase ? phase.done / phase.total : job.state === "succeeded" ? 1 : job.total_steps ? job.step / job.total_steps : 0;
       const moving = !job.final && !inPhase && !training && job.state !== "queued";
       this.bar.classList.toggle("vf-moving", moving && share === 0);
       this.bar.dataset.state = job.state;
@@ -419,6 +422,7 @@
           make("p", { class: "vf-sub" }, VF.word("monitor.export.next")), this.tuneButton));
       }
       this.result.replaceChildren(...parts);
+      this.result.toggleAttribute("data-done", this.samples.some((sample) => sample.stage === "after"));
       VF.show(this.result, parts.length > 0);
     }
 

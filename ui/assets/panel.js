@@ -74,7 +74,8 @@
   };
   VF.number = (value, digits = 3) => {
     if (value == null) return "–";
-    if (value !== 0 && Math.abs(value) < 0.001) return value.toExponential(1);
+    if (value === 0) return "0";
+    if (Math.abs(value) < 0.001) return value.toExponential(1);
     return Number(value).toPrecision(digits);
   };
   VF.loss = (value) => (value == null ? "–" : value.toFixed(3));

@@ -1,0 +1,114 @@
+"""The estimate says the planner's numbers, and what does not agree when nothing fits."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ui.estimate import error_card, forecast_card, notice_card, peak_parts, problems_card, segments
+from ui.texts import texts_of
+from vramfit.errors import ModelError, Problem, WontFit
+from vramfit.planning.plan import Choice, Forecast, MemoryEstimate, PhaseMemory, Plan, SpeedEstimate, Workload
+from vramfit.units import GIB
+
+EN = texts_of("en")
+
+
+def _forecast(*, budget_gib: float = 22.0, device: str = "cuda:0") -> Forecast:
+    parts = {"weights": 4 * GIB, "gradients": GIB, "optimizer": 2 * GIB, "activations": 3 * GIB, "logits": GIB // 2}
+    peak = PhaseMemory(name="backward", parts=parts)
+    return Forecast(
+        plan=Plan(
+            method="lora",
+            device=device,
+            budget_bytes=int(budget_gib * GIB),
+            compute="bf16",
+            weight_format="bf16",
+            max_length=512,
+            micro_batch=2,
+            accumulation=4,
+            recompute=0,
+            loss="fused",
+            reasons=(Choice(setting="memory.loss", value="fused", reason="It keeps <b>no</b> logits.", fixed=True),),
+        ),
+        memory=MemoryEstimate(
+            phases=(PhaseMemory(name="load", parts={"weights": 4 * GIB}), peak),
+            device_bytes=11 * GIB,
+            low_bytes=9 * GIB,
+            high_bytes=12 * GIB,
+            host_bytes=3 * GIB,
+            disk_bytes=GIB,
+        ),
+        speed=SpeedEstimate(step_seconds=1, tokens_per_s=5200, bounds={}, flops_per_step=1, rate_source="catalogue"),
+        workload=Workload(sequences=10, mean_tokens=100, longest_tokens=200),
+        steps=1234,
+        seconds=3700,
+    )
+
+
+def test_the_parts_sum_to_the_figure() -> None:
+    parts = peak_parts(_forecast().memory)
+    assert parts["overhead"] == GIB // 2
+    assert sum(parts.values()) == 11 * GIB
+
+
+def test_segments_lie_end_to_end_in_stacking_order() -> None:
+    laid = segments({"activations": 3, "weights": 5}, scale_bytes=16)
+    shown = [(part.kind, part.left, part.width) for part in laid if part.size]
+    assert shown == [("weights", 0.0, 5 / 16), ("activations", 5 / 16, 3 / 16)]
+
+
+def test_the_card_shows_every_number_with_its_unit() -> None:
+    page = forecast_card(_forecast(), EN, device_name="RTX 4090")
+    for text in ("11.0 GiB of 22.0 GiB budget", "Fits", "RTX 4090", "1 h 01 min", "5.2 K tokens/s", "1,234", "3.0 GiB"):
+        assert text in page
+    assert "Peak: backward" in page
+    assert "width:18.182%" in page  # 4 GiB of weights in a bar 22 GiB wide
+    assert re.search(r"Loss</th><td><b>fused</b> <em[^>]*>you</em>", page)
+
+
+def test_nothing_from_the_planner_can_become_markup() -> None:
+    assert "<b>no</b>" not in forecast_card(_forecast(), EN, device_name="<script>")
+    assert "<script>" not in forecast_card(_forecast(), EN, device_name="<script>")
+
+
+def test_more_than_the_budget_does_not_fit_and_the_budget_is_marked_inside_the_bar() -> None:
+    page = forecast_card(_forecast(budget_gib=5.5), EN, device_name="small card")
+    assert 'data-state="wontfit"' in page
+    assert "Does not fit" in page
+    assert 'class="vf-budget" style="left:50.000%"' in page
+
+
+def test_a_machine_without_a_card_speaks_of_ram() -> None:
+    assert "no card: RAM" in forecast_card(_forecast(device="cpu"), EN, device_name="CPU")
+
+
+def test_wontfit_shows_both_numbers_and_each_way_out() -> None:
+    error = WontFit(
+        "The optimizer step needs 27.4 GiB, this card has 23.1 GiB free",
+        needed_bytes=int(27.4 * GIB),
+        available_bytes=int(23.1 * GIB),
+        suggestions=("Choose QLoRA.", "Set the sequence length to 512."),
+    )
+    page = error_card(error, EN)
+    assert "27.4 GiB needed, 23.1 GiB budget" in page
+    assert page.count("<li>") == 2
+    assert "optimizer step" in page
+
+
+def test_other_errors_are_two_sentences() -> None:
+    page = error_card(ModelError("There is no model 'x'", "Check the name."), EN)
+    assert "There is no model &#x27;x&#x27;.</p><p>Check the name.</p>" in page
+
+
+def test_a_problem_names_its_field_for_the_page() -> None:
+    page = problems_card([Problem(field="data.paths.0", what="a.txt is empty", remedy="Choose another")], EN)
+    assert 'data-field="data.paths">a.txt is empty. Choose another</li>' in page
+
+
+@pytest.mark.parametrize("remedy", ["", "Free some disk."])
+def test_a_notice_says_what_and_what_to_do(remedy: str) -> None:
+    page = notice_card(ModelError("The disk is full", remedy), EN)
+    assert page.count("<p>") == 1 + bool(remedy)
+    assert 'role="alert"' in page

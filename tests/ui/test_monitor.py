@@ -1,0 +1,111 @@
+"""What a reader of the Monitor page gets: everything once, then only what is new."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jobs.store import Store
+from ui.monitor import SERIES_POINTS, Cursor, choose_run, resume, run_view, short_model, stop
+from ui.texts import texts_of
+from vramfit.config import RunConfig
+from vramfit.errors import JobError
+
+EN = texts_of("en")
+SeedRun = Callable[..., int]
+
+
+def _view(store: Store, run: int, cursor: Cursor | None = None) -> dict[str, object]:
+    return run_view(store, run, cursor or Cursor(), EN, with_log=False)
+
+
+def test_an_empty_store_shows_no_run(store: Store) -> None:
+    assert _view(store, 0)["job"] is None
+
+
+def test_without_a_wish_the_run_at_work_is_shown_else_the_newest(store: Store, seed_run: SeedRun) -> None:
+    first = seed_run()
+    second = seed_run(state="running")
+    third = store.add_job(RunConfig(name="waiting"))
+    assert choose_run(store, 0).id == second
+    stop(store, third)
+    assert choose_run(store, first).id == first
+
+
+def test_a_run_that_does_not_exist_is_one_sentence(store: Store) -> None:
+    with pytest.raises(JobError, match="77"):
+        _view(store, 77)
+
+
+def test_a_second_look_brings_only_what_is_new(store: Store, seed_run: SeedRun) -> None:
+    run = seed_run(steps=30)
+    first = _view(store, run)
+    series, telemetry = first["series"], first["telemetry"]
+    assert series["columns"]["step"] == list(range(1, 31))
+    assert series["reset"]
+    assert len(first["samples"]) == 2
+    again = _view(
+        store,
+        run,
+        Cursor(
+            series_after=series["cursor"],
+            series_stride=series["stride"],
+            telemetry_after=telemetry["cursor"],
+            telemetry_stride=telemetry["stride"],
+            revision=series["revision"],
+            events_after=first["events"][-1]["id"],
+            samples_known=2,
+        ),
+    )
+    assert again["series"]["columns"]["step"] == []
+    assert not again["series"]["reset"]
+    assert again["telemetry"]["columns"]["time"] == []
+    assert again["events"] == []
+    assert again["samples"] is None
+
+
+def test_a_hundred_thousand_steps_come_thinned_and_in_under_a_second(store: Store, seed_run: SeedRun) -> None:
+    run = seed_run(steps=100_000)
+    began = time.perf_counter()
+    view = _view(store, run)
+    took = time.perf_counter() - began
+    steps = view["series"]["columns"]["step"]
+    assert SERIES_POINTS / 2 < len(steps) <= SERIES_POINTS
+    assert steps[-1] == 100_000
+    assert _view(store, run)["series"] == view["series"]  # deterministic: a second tab draws the same
+    assert took < 1.0
+
+
+def test_a_run_without_a_card_says_so_and_has_no_reserved_memory(store: Store, seed_run: SeedRun) -> None:
+    run = seed_run(config=RunConfig(device="cpu"))
+    view = _view(store, run)
+    assert view["job"]["has_card"] is False
+    assert [figure["key"] for figure in view["figures"]][-1] == "use"
+
+
+def test_stop_of_a_waiting_run_cancels_it(store: Store) -> None:
+    run = store.add_job(RunConfig())
+    stop(store, run)
+    assert store.job(run).state == "cancelled"
+
+
+def test_a_run_without_a_checkpoint_cannot_be_resumed(store: Store, seed_run: SeedRun) -> None:
+    run = seed_run(state="failed")
+    with pytest.raises(JobError, match="checkpoint"):
+        resume(store, run)
+
+
+def test_a_run_with_a_checkpoint_goes_back_into_the_queue(store: Store, seed_run: SeedRun) -> None:
+    run = seed_run(state="failed")
+    (store.job(run).checkpoints / "step-00000020").mkdir(parents=True)
+    resume(store, run)
+    assert store.job(run).state == "queued"
+
+
+def test_models_have_short_names(tmp_path: Path) -> None:
+    assert short_model("org/model") == "org/model"
+    assert short_model(str(tmp_path / "0003-stories" / "export")) == "0003-stories"
+    assert short_model(str(tmp_path / "my model")) == "my model"
