@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Never
 
 from tqdm import tqdm
 
@@ -70,7 +71,7 @@ class ProgressBar:
 
     def __init__(self, target: Recorder) -> None:
         self._target = target
-        self._bar: tqdm[None] | None = None
+        self._bar: tqdm[Never] | None = None
         self._phase = ""
 
     def __enter__(self) -> ProgressBar:

@@ -21,7 +21,7 @@ from vramfit.data.prepare import PreparedData, prepare
 from vramfit.engine.optimizers import build_optimizer
 from vramfit.engine.resident import ResidentExecutor, StepResult
 from vramfit.engine.schedule import learning_rate_at
-from vramfit.errors import CheckpointError, DataError, UserError
+from vramfit.errors import CheckpointError, UserError
 from vramfit.hardware.devices import Machine, probe
 from vramfit.models.export import export_run
 from vramfit.models.generate import generate
@@ -89,15 +89,12 @@ def train(
         epochs=config.schedule.epochs,
         max_steps=config.schedule.max_steps,
     )
-    if order.total_steps == 0:
-        raise DataError("The data makes 0 optimizer steps", "Add rows, or train for more epochs.")
 
     recorder.phase(PhaseProgress(name="loading", detail=f"the model, {format_count(architecture.params)} parameters"))
     model = load_model(config, plan, cache=cache)
     optimizer = build_optimizer(model, config.schedule, plan)
     executor = ResidentExecutor(model, plan=plan, optimizer=optimizer, max_grad_norm=config.schedule.max_grad_norm)
     run = _Run(config=config, plan=plan, data=data, order=order, executor=executor, recorder=recorder, folder=folder)
-
     run.report_forecast(forecast)
 
     done = run.resume() if resume else 0

@@ -16,7 +16,7 @@ LONGEST_PROMPT_TOKENS = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """`text` as shown; `tokens` as the model sees it, or None to have `text` tokenised (`as_chat`: as a user's turn)."""
+    """`text` as shown; `tokens` as the model sees it, or None to tokenise it (`as_chat`: as a user's turn)."""
 
     text: str
     as_chat: bool = False

@@ -1,0 +1,92 @@
+"""A listener that keeps everything, and small runs of the starter on a few rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vramfit.config import RunConfig
+from vramfit.planning.plan import Forecast
+from vramfit.training.metrics import Evaluation, Event, PhaseProgress, StepMetrics, Telemetry, TextSample
+
+
+@dataclass
+class Kept:
+    """A Recorder that keeps what it hears."""
+
+    phases: list[PhaseProgress] = field(default_factory=list)
+    forecasts: list[Forecast] = field(default_factory=list)
+    metrics: list[StepMetrics] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    samples: list[TextSample] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    def phase(self, progress: PhaseProgress) -> None:
+        self.phases.append(progress)
+
+    def forecast(self, forecast: Forecast) -> None:
+        self.forecasts.append(forecast)
+
+    def steps(self, metrics: Sequence[StepMetrics]) -> None:
+        self.metrics += metrics
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self.evaluations.append(evaluation)
+
+    def sample(self, sample: TextSample) -> None:
+        self.samples.append(sample)
+
+    def event(self, event: Event) -> None:
+        self.events.append(event)
+
+    def telemetry(self, reading: Telemetry) -> None:
+        raise AssertionError("the loop does not read the machine's sensors")
+
+    @property
+    def losses(self) -> list[float]:
+        return [step.loss for step in self.metrics]
+
+
+@pytest.fixture
+def kept() -> Callable[[], Kept]:
+    return Kept
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache for all runs of the session: the starter's tokenizer is made once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def rows_file(tmp_path: Path) -> Path:
+    """Twenty short rows of text that are all different."""
+    path = tmp_path / "rows.jsonl"
+    lines = [
+        json.dumps({"text": f"The fox number {number} found {number + 2} berries by the river."})
+        for number in range(20)
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def small_run(rows_file: Path) -> Callable[..., RunConfig]:
+    """A config for a handful of steps on `rows_file`; keyword arguments are sections with settings to add."""
+
+    def build(**sections: Any) -> RunConfig:
+        values: dict[str, Any] = {
+            "data": {"paths": [str(rows_file)], "max_length": 48, "eval_share": 0.1},
+            "schedule": {"max_steps": 7, "sequences_per_step": 3, "learning_rate": 3e-3},
+            "output": {"prompts": ["The fox"], "sample_tokens": 8},
+        }
+        for section, settings in sections.items():
+            values[section] = {**values.get(section, {}), **settings} if isinstance(settings, dict) else settings
+        return RunConfig.parse(values)
+
+    return build

@@ -1,0 +1,165 @@
+"""The loop: reports every step once, stops and resumes exactly, and refuses before step 1 what cannot work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vramfit.config import RunConfig
+from vramfit.errors import CheckpointError, DataError, ModelError, UserError, WontFit
+from vramfit.training import checkpoint
+from vramfit.training.loop import CHECKPOINTS, train
+
+Build = Callable[..., RunConfig]
+Keep = Callable[[], Any]
+
+
+def stop_after(recorder: Any, step: int) -> Callable[[], bool]:
+    return lambda: bool(recorder.metrics) and recorder.metrics[-1].step >= step
+
+
+def test_a_run_learns_and_reports_everything(small_run: Build, kept: Keep, cache: Path, tmp_path: Path) -> None:
+    heard = kept()
+    result = train(small_run(schedule={"max_steps": 30}), folder=tmp_path / "run", cache=cache, recorder=heard)
+    assert [step.step for step in heard.metrics] == list(range(1, 31))
+    assert heard.losses[-1] < 0.5 * heard.losses[0]
+    assert result.steps == result.total_steps == 30
+    assert not result.stopped
+    assert result.final_loss == heard.losses[-1]
+    assert result.eval_loss == heard.evaluations[-1].loss
+    assert heard.evaluations[-1].step == 30
+    assert [(sample.stage, sample.prompt) for sample in heard.samples] == [("before", "The fox"), ("after", "The fox")]
+    assert result.peak_allocated_bytes == max(step.allocated_bytes for step in heard.metrics) > 0
+    assert len(heard.forecasts) == 1
+    assert heard.forecasts[0].workload.exact
+    names = [phase.name for phase in heard.phases]
+    assert names.index("tokenising") < names.index("planning") < names.index("training") < names.index("exporting")
+    assert heard.phases[-2].done == 30
+
+
+def test_every_token_is_counted_once(small_run: Build, kept: Keep, cache: Path, tmp_path: Path) -> None:
+    """Trained tokens of one epoch are those of the data set, whatever the micro-batch."""
+    counts = []
+    for micro_batch in (1, 3):
+        heard = kept()
+        config = small_run(schedule={"max_steps": None, "epochs": 1}, memory={"micro_batch": micro_batch})
+        train(config, folder=tmp_path / f"run{micro_batch}", cache=cache, recorder=heard)
+        counts.append(sum(step.tokens for step in heard.metrics))
+        workload = heard.forecasts[0].workload
+        expected = workload.sequences * workload.mean_tokens * workload.trained_share
+        assert counts[-1] == pytest.approx(expected)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("stop_at", [1, 4, 6])
+def test_case_118_resume_is_bit_exact_from_any_step(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, stop_at: int
+) -> None:
+    """20 rows less 2 held out in steps of 3: step 6 ends epoch 0, so this crosses an epoch boundary."""
+    config = small_run()
+    whole = kept()
+    train(config, folder=tmp_path / "whole", cache=cache, recorder=whole)
+
+    first = kept()
+    result = train(config, folder=tmp_path / "cut", cache=cache, recorder=first, should_stop=stop_after(first, stop_at))
+    assert result.stopped
+    assert result.steps == stop_at
+    assert result.export is None
+    second = kept()
+    resumed = train(config, folder=tmp_path / "cut", cache=cache, recorder=second, resume=True)
+    assert not resumed.stopped
+    assert first.losses + second.losses == whole.losses
+    assert [step.learning_rate for step in first.metrics + second.metrics] == [
+        step.learning_rate for step in whole.metrics
+    ]
+    assert [step.step for step in second.metrics] == list(range(stop_at + 1, 8))
+    one, other = (load_file(tmp_path / name / "export" / "model.safetensors") for name in ("whole", "cut"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_case_104_the_last_step_is_always_saved_and_evaluated(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path
+) -> None:
+    heard = kept()
+    config = small_run(schedule={"max_steps": 11}, output={"checkpoint_every": 5, "evaluate_every": 4})
+    train(config, folder=tmp_path / "run", cache=cache, recorder=heard)
+    assert checkpoint.steps(tmp_path / "run" / CHECKPOINTS) == [10, 11]
+    assert [evaluation.step for evaluation in heard.evaluations] == [4, 8, 11]
+
+
+def test_evaluation_can_be_turned_off(small_run: Build, kept: Keep, cache: Path, tmp_path: Path) -> None:
+    heard = kept()
+    result = train(small_run(output={"evaluate_every": 0}), folder=tmp_path / "run", cache=cache, recorder=heard)
+    assert heard.evaluations == []
+    assert result.eval_loss is None
+
+
+def test_resume_with_other_data_is_refused_by_name(
+    small_run: Build, rows_file: Path, kept: Keep, cache: Path, tmp_path: Path
+) -> None:
+    heard = kept()
+    train(small_run(), folder=tmp_path / "run", cache=cache, recorder=heard, should_stop=stop_after(heard, 2))
+    rows_file.write_text(rows_file.read_text(encoding="utf-8").replace("berries", "stones"), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="data was"):
+        train(small_run(), folder=tmp_path / "run", cache=cache, recorder=kept(), resume=True)
+
+
+def test_resume_without_a_checkpoint_says_so_and_begins(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path
+) -> None:
+    heard = kept()
+    train(small_run(), folder=tmp_path / "run", cache=cache, recorder=heard, resume=True)
+    assert "no checkpoint yet" in heard.events[0].message
+    assert len(heard.metrics) == 7
+
+
+def test_case_107_the_same_seed_gives_the_same_run(small_run: Build, kept: Keep, cache: Path, tmp_path: Path) -> None:
+    runs = []
+    for name, seed in (("a", 5), ("b", 5), ("c", 6)):
+        heard = kept()
+        train(small_run(seed=seed), folder=tmp_path / name, cache=cache, recorder=heard)
+        runs.append((heard.losses, [sample.text for sample in heard.samples]))
+    assert runs[0] == runs[1]
+    assert runs[0] != runs[2]
+
+
+@pytest.mark.parametrize(
+    ("section", "settings", "error", "words"),
+    [
+        ("data", {"paths": ["/absent/rows.json"]}, DataError, "rows.json"),
+        ("model", {"source": "/absent/model"}, ModelError, "/absent/model"),
+        ("memory", {"budget_gib": 0.001}, WontFit, "budget|needs"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_step_1(
+    small_run: Build,
+    kept: Keep,
+    cache: Path,
+    tmp_path: Path,
+    section: str,
+    settings: dict[str, Any],
+    error: type[UserError],
+    words: str,
+) -> None:
+    heard = kept()
+    with pytest.raises(error, match=words):
+        train(small_run(**{section: settings}), folder=tmp_path / "run", cache=cache, recorder=heard)
+    assert heard.metrics == []
+
+
+def test_steps_without_a_finite_result_end_the_run(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rate that is not a number spoils the weights at step 1; every step after it is refused, then the run ends."""
+    monkeypatch.setattr("vramfit.training.loop.learning_rate_at", lambda step, **_: float("nan"))
+    heard = kept()
+    with pytest.raises(UserError, match="8 steps in a row up to step 9"):
+        train(small_run(schedule={"max_steps": 20}), folder=tmp_path / "run", cache=cache, recorder=heard)
+    assert [step.skipped for step in heard.metrics] == [False] + [True] * 8
+    assert [event.kind for event in heard.events].count("not-finite") == 8
