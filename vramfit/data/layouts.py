@@ -38,7 +38,7 @@ def layout_of(
     if _JSON_ARRAY.match(head):
         return Layout(format="json", **shared)  # type: ignore[arg-type]
     if _JSON_OBJECT.match(head):
-        return Layout(format="jsonl" if _is_lines(head) else "json", **shared)  # type: ignore[arg-type]
+        return Layout(format="jsonl" if _is_lines(head, scan) else "json", **shared)  # type: ignore[arg-type]
     complete = scan.unpacked_bytes <= HEAD_BYTES
     delimiter = _delimiter(head, scan.path.name, complete=complete)
     if delimiter is not None:
@@ -53,24 +53,19 @@ def head_text(scan: Scan, encoding: Encoding) -> str:
     return codecs.getincrementaldecoder(encoding.codec)("replace").decode(scan.head)
 
 
-def _is_lines(head: str) -> bool:
+def _is_lines(head: str, scan: Scan) -> bool:
     """Whether text that begins with an object is one object per line. A damaged first line is still a line."""
     lines = [line.strip() for line in head.split("\n", 50) if line.strip()]
     if len(lines) == 1:
-        return not _holds_list(lines[0])
+        # One object: the reader of JSON files finds the rows in it, or takes it as one row. A first line longer than
+        # the head is one of many when more than the last line end is in the file.
+        return scan.unpacked_bytes > HEAD_BYTES and scan.newlines > 1
     if lines[0].endswith("}"):
         return True
     try:
         return isinstance(json.loads(lines[1]), dict)
     except (ValueError, RecursionError):
         return False
-
-
-def _holds_list(line: str) -> bool:
-    """Whether a one-line file is an object around a list of rows, such as {"data": [{...}, ...]}."""
-    return re.match(r'\s*\{\s*"[^"]*"\s*:\s*\[\s*\{', line) is not None and not re.search(
-        r'^\s*\{\s*"(conversations?|messages|history|turns|dialog(ue)?)"', line
-    )
 
 
 def _delimiter(head: str, name: str, *, complete: bool) -> str | None:

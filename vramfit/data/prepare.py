@@ -291,8 +291,13 @@ class _Preparation:
         return chosen
 
     def _packs(self) -> bool:
-        """ "auto" packs documents that would leave most of a sequence empty. Conversations are not packed: grouped by
-        length they need little padding, and the kernels without a mask are faster (docs/log.md)."""
+        """Whether to pack. "auto" packs documents that would leave most of a sequence empty, and no conversations.
+
+        Five conversations in one sequence make a step five times as many rows: a small set then trains for a handful
+        of steps. What packing would save is the padding that is left after grouping a step by length: 6 % of the
+        tokens at 2 sequences per micro-batch, 18 % at 4, 36 % at 8 (alpaca_en, steps of 16, SmolLM2's tokenizer); on
+        a CPU the mask costs as much at 1,024 tokens.
+        """
         if self.choice.packing != "auto":
             return bool(self.choice.packing)
         return self.found.documents and 2 * float(np.median(self.lengths)) <= self.max_length

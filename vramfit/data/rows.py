@@ -8,9 +8,13 @@ the rest of a file unreadable is a DataError.
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import re
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final, Literal
@@ -288,7 +292,7 @@ class _JsonFile:
         self._at += 1
         while self._peek() != "}":
             key = self._key()
-            if found is None and self._starts_list_of_objects():
+            if found is None and self._starts_list_of_rows(key):
                 found = key
                 yield from self._array()
             else:
@@ -318,13 +322,15 @@ class _JsonFile:
         self._peek()
         return str(key)
 
-    def _starts_list_of_objects(self) -> bool:
+    def _starts_list_of_rows(self, key: str) -> bool:
+        """Whether a list of objects begins here, and not the turns or tools of an object that is itself one row."""
         if self._peek() != "[":
             return False
-        found = re.compile(r"\[\s*(\S)").match(self._buffer, self._at)
-        while found is None and self._fill():
-            found = re.compile(r"\[\s*(\S)").match(self._buffer, self._at)
-        return found is not None and found.group(1) == "{"
+        while (found := _FIRST_KEY.match(self._buffer, self._at)) is None and self._fill():
+            pass
+        if found is None or found.group(1) is None:
+            return False
+        return not (key.lower() in _INNER_LISTS and found.group(1) in _INNER_KEYS)
 
     def _peek(self) -> str:
         """The next character that is no space, or "" at the end."""
@@ -360,6 +366,9 @@ class _JsonFile:
         start, self._at = self._at, end
         line, _ = self._place(start)
         source = self._buffer[start:end]
+        if len(source) >= MAX_ROW_CHARS:
+            reason = f"the value is longer than {MAX_ROW_CHARS // 2**20} million characters"
+            return BadRow(self._path, line, None, reason)
         if not source.isascii() and MARK in source:
             line, column = self._place(start + source.index(MARK))
             return BadRow(self._path, line, column, f"there are bytes that are not {self._layout.encoding}")
@@ -373,15 +382,17 @@ class _JsonFile:
         return not self._ended and (error.msg.startswith("Unterminated") or error.pos > len(self._buffer) - 16)
 
     def _fill(self) -> bool:
-        """Forget what was used, read as much again as is waiting. False at the end of the file."""
-        self._line, self._column = self._place(self._at)
-        waiting = self._buffer[self._at :]
-        if len(waiting) >= MAX_ROW_CHARS:
+        """Forget what was used, read as much again as is waiting. At the end of the file: False, and no change."""
+        waiting = len(self._buffer) - self._at
+        if waiting >= MAX_ROW_CHARS:
             raise self._error(f"the value that begins here is longer than {MAX_ROW_CHARS // 2**20} million characters")
-        more = "" if self._ended else self._stream.read(max(_WINDOW_CHARS, len(waiting)))
-        self._ended = not more
-        self._buffer, self._at = waiting + more, 0
-        return bool(more)
+        more = "" if self._ended else self._stream.read(max(_WINDOW_CHARS, waiting))
+        if not more:
+            self._ended = True
+            return False
+        self._line, self._column = self._place(self._at)
+        self._buffer, self._at = self._buffer[self._at :] + more, 0
+        return True
 
     def _place(self, position: int) -> tuple[int, int]:
         lines = self._buffer.count("\n", 0, position)
@@ -395,6 +406,9 @@ class _JsonFile:
 
 
 _SPACES: Final = re.compile(r"[ \t\r\n]*")
+_FIRST_KEY: Final = re.compile(r'\[\s*(?:\{\s*"([^"\\]*)"|[^\s{]|\{\s*[^\s"]|\{\s*"[^"\\]*\\)')
+_INNER_LISTS: Final = ("messages", "conversations", "conversation", "dialogue", "dialog", "turns", "chat", "tools")
+_INNER_KEYS: Final = ("role", "from", "content", "value", "type", "function", "name", "loss_weight", "weight")
 
 
 def _is_list_of_objects(value: Any) -> bool:
@@ -449,13 +463,13 @@ def _parquet_rows(path: Path, stream: IO[bytes]) -> Iterator[Row | BadRow]:
     """Rows of a Parquet file. It is typed, so numbers and dates become text the way they are usually written."""
     arrow, parquet = _pyarrow()
     try:
-        file = parquet.ParquetFile(_seekable(stream))
-        number = 0
-        for batch in file.iter_batches(batch_size=1000):
-            columns = {name: _column_values(arrow, batch.column(name)) for name in batch.schema.names}
-            for index in range(batch.num_rows):
-                number += 1
-                yield _parquet_row(path, number, {name: values[index] for name, values in columns.items()})
+        with _seekable(stream) as file:
+            number = 0
+            for batch in parquet.ParquetFile(file).iter_batches(batch_size=1000):
+                columns = {name: _column_values(arrow, batch.column(name)) for name in batch.schema.names}
+                for index in range(batch.num_rows):
+                    number += 1
+                    yield _parquet_row(path, number, {name: values[index] for name, values in columns.items()})
     except (arrow.ArrowInvalid, arrow.ArrowNotImplementedError, arrow.ArrowKeyError) as error:
         raise DataError(
             f"is no sound Parquet file: {str(error).splitlines()[0]}", "Write the file again.", path=path
@@ -471,18 +485,16 @@ def _pyarrow() -> tuple[Any, Any]:
     return pyarrow, pyarrow.parquet
 
 
-def _seekable(stream: IO[bytes]) -> IO[bytes]:
+@contextmanager
+def _seekable(stream: IO[bytes]) -> Iterator[IO[bytes]]:
     """Parquet is read from its end; a compressed one is unpacked to a temporary file first."""
-    import gzip
-    import shutil
-    import tempfile
-
     if not isinstance(stream, gzip.GzipFile):
-        return stream
-    unpacked = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the reader that holds it
-    shutil.copyfileobj(stream, unpacked, 1024 * 1024)
-    unpacked.seek(0)
-    return unpacked
+        yield stream
+        return
+    with tempfile.TemporaryFile() as unpacked:
+        shutil.copyfileobj(stream, unpacked, 1024 * 1024)
+        unpacked.seek(0)
+        yield unpacked
 
 
 def _column_values(arrow: Any, column: Any) -> list[Any]:

@@ -75,6 +75,7 @@ class Scan:
     multibyte_bytes: int
     first_nul: int | None
     nul_bytes: int
+    newlines: int
     foreign: bytes
 
     @property
@@ -204,6 +205,7 @@ def scan(path: Path) -> Scan:
         multibyte_bytes=counter.multibyte,
         first_nul=counter.first_nul,
         nul_bytes=counter.nuls,
+        newlines=counter.newlines,
         foreign=bytes(counter.foreign),
     )
 
@@ -221,7 +223,7 @@ class _ByteCounter:
     """Counts over a stream of chunks: size, hash, NUL bytes, bytes that are not UTF-8."""
 
     def __init__(self) -> None:
-        self.size = self.bad = self.multibyte = self.nuls = 0
+        self.size = self.bad = self.multibyte = self.nuls = self.newlines = 0
         self.first_nul: int | None = None
         self.hash = hashlib.sha256()
         self.foreign = bytearray()
@@ -233,6 +235,7 @@ class _ByteCounter:
         if nuls and self.first_nul is None:
             self.first_nul = self.size + chunk.index(0)
         self.nuls += nuls
+        self.newlines += chunk.count(b"\n")
         self.size += len(chunk)
         if self._rest or not chunk.isascii():
             self._check_utf8(self._rest + chunk, last=False)

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vramfit.data.layouts import layout_of
+from vramfit.data.sources import scan
+
+
+def layout(folder: Path, text: str, name: str = "data") -> tuple[str, str]:
+    path = folder / name
+    path.write_text(text, encoding="utf-8", newline="")
+    found = layout_of(scan(path))
+    return found.format, found.split if found.format == "text" else found.delimiter
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ('[{"a": 1}]', "json"),
+        ('\n\n [ {"a": 1}\n]', "json"),
+        ('{"data": [{"a": "b"}]}', "json"),
+        ('{\n  "data": [\n {"a": "b"},\n {"a": "b"}\n]}', "json"),
+        ('{"a": 1}\n{"a": 2}\n', "jsonl"),
+        ('{"a": 1}', "json"),
+        ('{"messages": [{"role": "user"}]}', "json"),
+        ('{"a": 1, }\n{"a": 2}\n', "jsonl"),
+        ('{"a": "cut\n{"a": 2}\n', "jsonl"),
+        ("{'a': 1}\n{'a': 2}\n", "jsonl"),
+        ("question,answer\nwhy,so\n", "csv"),
+        ('question;answer\n"a;b";c\n', "csv"),
+        ("question\tanswer\nwhy\tso, it is\n", "tsv"),
+        ("Once upon a time, there was a cat.\nIt sat, and it sat.\n", "text"),
+        ("[Verse 1]\nHello, hello\n", "text"),
+        ("{{name}} is my name\n", "text"),
+        ("one line", "text"),
+        ("[note] this is text", "text"),
+    ],
+)
+def test_formats_are_told_by_content(tmp_path: Path, text: str, kind: str) -> None:
+    assert layout(tmp_path, text)[0] == kind
+
+
+def test_the_name_decides_only_what_the_content_leaves_open(tmp_path: Path) -> None:
+    assert layout(tmp_path, "text\nhello\n", "a.csv") == ("csv", ",")
+    assert layout(tmp_path, "text\nhello\n", "a.txt")[0] == "text"
+    assert layout(tmp_path, '{"a": 1}\n{"a": 2}\n', "a.csv")[0] == "jsonl"
+    assert layout(tmp_path, '[{"a": 1}]', "a.txt")[0] == "json"
+
+
+@pytest.mark.parametrize(
+    ("text", "split"),
+    [
+        ("one\ntwo\n", "whole"),
+        ("one\n\ntwo\n", "blank lines"),
+        (("word " * 200 + "\n") * 3, "lines"),
+        ("one\n\ntwo<|endoftext|>three", "marks"),
+    ],
+)
+def test_documents_of_a_text_file(tmp_path: Path, text: str, split: str) -> None:
+    assert layout(tmp_path, text) == ("text", split)
