@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from vramfit.models import families
 from vramfit.models.architecture import Architecture
 
 TARGET = Path(__file__).parent.parent / "vramfit" / "models" / "catalogue.json"
@@ -54,12 +55,7 @@ RENAMED = {
     "attn_out_bias": "out_bias",
     "lm_head_bias": "head_bias",
 }
-ACTIVATIONS = {
-    "gpt2": "gelu_new", "gpt_neo": "gelu_new", "gptj": "gelu_new", "phi": "gelu_new", "opt": "relu",
-    "gpt_bigcode": "gelu_pytorch_tanh", "starcoder2": "gelu_pytorch_tanh", "gemma": "gelu_pytorch_tanh",
-    "gemma2": "gelu_pytorch_tanh", "gemma3_text": "gelu_pytorch_tanh", "nemotron": "relu2",
-    "gpt_neox": "gelu", "bloom": "gelu", "falcon": "gelu", "mpt": "gelu", "glm130b": "gelu",
-}  # fmt: skip
+OWN_CODE_ACTIVATIONS = {"glm130b": "gelu"}
 
 
 def model_type(architecture: str) -> str:
@@ -94,7 +90,7 @@ def entry(fact: dict[str, Any]) -> dict[str, Any]:
     values |= {
         "name": fact["id"],
         "family": family,
-        "activation": ACTIVATIONS.get(family, "silu"),
+        "activation": OWN_CODE_ACTIVATIONS.get(family) or families.family(family).activation,
         "experts": experts(fact["moe"]) if fact["moe"] else None,
         "latent": latent(fact["mla"]) if fact["mla"] else None,
         "attn_sinks": family == "gpt_oss",

@@ -375,7 +375,7 @@ class _Reader:
             "kv_heads": self.number("kv_heads", default=heads),
             "head_dim": self._head_dim(hidden, heads),
             "mlp_width": self.number("mlp_width", default=4 * hidden) if "mlp_width" not in special else 0,
-            "activation": str(self.values.get(self.key("activation")) or "silu"),
+            "activation": str(self.values.get(self.key("activation")) or self.family.activation),
             "tied_embeddings": self.tied(),
             "sliding_window": self._sliding_window(),
             "logit_softcap": self.values.get("final_logit_softcapping"),

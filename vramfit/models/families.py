@@ -53,14 +53,15 @@ class ExpertKeys:
 class Family:
     """One model_type. `keys` renames, `facts` are fixed, `switches` are booleans of the config with their default.
 
-    `tied` is `tie_word_embeddings` when the file does not say. The last four are names of linear modules, as LoRA
-    targets call them; one fused projection has one name.
+    `tied` and `activation` are what holds when the file does not say. The last four are names of linear modules, as
+    LoRA targets call them; one fused projection has one name.
     """
 
     keys: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     switches: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
     tied: bool = False
+    activation: str = "silu"
     experts: ExpertKeys | None = None
     latent: bool = False
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -140,20 +141,25 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "glm4": Family(
         facts={"norms_per_layer": 4}, switches={"qkv_bias": ("attention_bias", False)}, up=("gate_up_proj",)
     ),
-    "gemma": Family(tied=True, switches=_ATTENTION_BIAS, keys={"activation": "hidden_act"}),
+    "gemma": Family(
+        activation="gelu_pytorch_tanh", tied=True, switches=_ATTENTION_BIAS, keys={"activation": "hidden_act"}
+    ),
     "gemma2": Family(
+        activation="gelu_pytorch_tanh",
         tied=True,
         facts={"norms_per_layer": 4},
         switches=_ATTENTION_BIAS,
         keys={"activation": "hidden_activation"},
     ),
     "gemma3_text": Family(
+        activation="gelu_pytorch_tanh",
         tied=True,
         facts={"norms_per_layer": 4, "qk_norm": "per_head"},
         switches=_ATTENTION_BIAS,
         keys={"activation": "hidden_activation"},
     ),
     "phi": Family(
+        activation="gelu_new",
         facts={**_LAYERNORM_PLAIN, **_BIASED, "head_bias": True, "norms_per_layer": 1, "parallel_residual": True},
         out="dense",
         up=("fc1",),
@@ -175,14 +181,16 @@ FAMILIES: Final[Mapping[str, Family]] = {
     ),
     "stablelm": Family(facts={"norm": "layernorm"}, switches={"qkv_bias": ("use_qkv_bias", False)}),
     "starcoder2": Family(
+        activation="gelu_pytorch_tanh",
         tied=True,
         facts=_LAYERNORM_PLAIN,
         switches={"qkv_bias": ("use_bias", True), "out_bias": ("use_bias", True), "mlp_bias": ("use_bias", True)},
         up=("c_fc",),
         down="c_proj",
     ),
-    "nemotron": Family(facts=_LAYERNORM_PLAIN, switches=_LLAMA_SWITCHES, up=("up_proj",)),
+    "nemotron": Family(activation="relu2", facts=_LAYERNORM_PLAIN, switches=_LLAMA_SWITCHES, up=("up_proj",)),
     "gpt2": Family(
+        activation="gelu_new",
         tied=True,
         keys=GPT2_KEYS,
         facts={**_LAYERNORM_PLAIN, **_BIASED},
@@ -192,6 +200,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         down="c_proj",
     ),
     "gpt_bigcode": Family(
+        activation="gelu_pytorch_tanh",
         tied=True,
         keys=GPT2_KEYS,
         facts={**_LAYERNORM_PLAIN, **_BIASED},
@@ -201,6 +210,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         down="c_proj",
     ),
     "gptj": Family(
+        activation="gelu_new",
         keys=GPT2_KEYS,
         facts={
             **_LAYERNORM_PLAIN,
@@ -214,6 +224,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         down="fc_out",
     ),
     "gpt_neo": Family(
+        activation="gelu_new",
         tied=True,
         keys={"layers": "num_layers", "heads": "num_heads", "kv_heads": "", "activation": "activation_function"},
         facts={**_LAYERNORM_PLAIN, "out_bias": True, "mlp_bias": True},
@@ -222,6 +233,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         down="c_proj",
     ),
     "gpt_neox": Family(
+        activation="gelu",
         facts={**_LAYERNORM_PLAIN, "mlp_bias": True},
         keys={"kv_heads": ""},
         switches={
@@ -235,6 +247,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         down="dense_4h_to_h",
     ),
     "opt": Family(
+        activation="relu",
         tied=True,
         keys={"mlp_width": "ffn_dim", "kv_heads": "", "activation": "activation_function"},
         facts=_LAYERNORM_PLAIN,
@@ -248,6 +261,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         down="fc2",
     ),
     "bloom": Family(
+        activation="gelu",
         tied=True,
         keys={"layers": "n_layer", "heads": "n_head", "kv_heads": "", "mlp_width": "", "max_position": "seq_length"},
         facts={**_LAYERNORM_PLAIN, **_BIASED, "embed_norm": True, "position": "alibi"},
@@ -257,6 +271,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         down="dense_4h_to_h",
     ),
     "falcon": Family(
+        activation="gelu",
         tied=True,
         keys={"kv_heads": "", "mlp_width": "ffn_hidden_size", "activation": "activation"},
         facts=_LAYERNORM_PLAIN,
@@ -267,6 +282,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         down="dense_4h_to_h",
     ),
     "mpt": Family(
+        activation="gelu",
         tied=True,
         keys={
             "hidden_size": "d_model",

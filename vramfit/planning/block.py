@@ -30,7 +30,8 @@ from vramfit.planning.tape import Tape, Value
 class Formats:
     """Bytes per number: `residual` between blocks, `compute` in matrix products. `trains` is whether base weights do.
 
-    `autocast` is whether linears cast what they are given; `adapted` are the linears with LoRA, of `rank`.
+    `autocast` is whether linears cast what they are given; `adapted` are the linears with LoRA, of `rank`, and
+    `dropout_mask` is bytes per number that their dropout keeps (0: none; cards keep a byte, the CPU a factor).
     """
 
     residual: int
@@ -39,7 +40,7 @@ class Formats:
     autocast: bool
     adapted: frozenset[str] = frozenset()
     rank: int = 0
-    dropout: bool = False
+    dropout_mask: int = 0
     attention: str = "sdpa"
 
     @property
@@ -162,10 +163,11 @@ class _Writer:
         return self.tape.operation("add", (result, scaled), out, passes=True)
 
     def dropout(self, value: Value, width: int, size: float) -> Value:
-        """A copy, and a mask of a byte a number for backward."""
-        if not self.formats.dropout:
+        """A copy, and the mask for backward."""
+        mask = float(self.formats.dropout_mask * width)
+        if not mask:
             return value
-        return self.tape.operation("dropout", (value,), size * width, saves_new=float(width))
+        return self.tape.operation("dropout", (value,), size * width, saves_new=mask)
 
     def attention(self, value: Value) -> Value:
         """Projections, positions, the kernel, the output projection."""

@@ -1,0 +1,77 @@
+"""Readings: complete with a card, honest without one, alive when a sensor dies."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from vramfit.hardware.devices import TorchBuild, probe
+from vramfit.hardware.telemetry import Sampler
+from vramfit.units import GIB
+
+CUDA_BUILD = TorchBuild(version="2.13.0+cu130", cuda="13.0")
+
+
+def test_a_card_tells_memory_load_power_and_temperature(driver: Any, card: Any, tmp_path: Path) -> None:
+    nvml = driver(card())
+    device = probe(tmp_path, nvml=nvml, environment={}, build=CUDA_BUILD).devices[0]
+
+    reading = Sampler(device, nvml=nvml).read(os.getpid())
+
+    assert reading.device_bytes == 1 * GIB
+    assert reading.utilisation == 0.87
+    assert reading.power_watts == 312.5
+    assert reading.temperature_c == 64
+    assert reading.host_bytes > 2**20
+
+
+def test_a_lost_sensor_reads_none_and_the_others_go_on(driver: Any, card: Any, tmp_path: Path) -> None:
+    lost = card()
+    nvml = driver(lost)
+    sampler = Sampler(probe(tmp_path, nvml=nvml, environment={}, build=CUDA_BUILD).devices[0], nvml=nvml)
+    lost.broken |= {"nvmlDeviceGetPowerUsage", "nvmlDeviceGetMemoryInfo"}
+
+    reading = sampler.read(os.getpid())
+
+    assert reading.power_watts is None
+    assert reading.device_bytes is None
+    assert reading.temperature_c == 64
+
+
+def test_without_a_card_there_is_the_process(driver: Any, tmp_path: Path) -> None:
+    nvml = driver(fails="NVML Shared Library Not Found")
+    device = probe(tmp_path, nvml=nvml, environment={}, build=CUDA_BUILD).devices[0]
+    sampler = Sampler(device)
+
+    first = sampler.read(os.getpid())
+    began = time.process_time()
+    while time.process_time() - began < 0.05:
+        pass
+    second = sampler.read(os.getpid())
+
+    assert first.device_bytes is None
+    assert first.cpu_utilisation is None
+    assert second.cpu_utilisation is not None
+    assert second.cpu_utilisation > 0
+    assert second.host_bytes > 2**20
+
+
+def test_a_process_that_is_gone_reads_zero(driver: Any, tmp_path: Path) -> None:
+    nvml = driver(fails="NVML Shared Library Not Found")
+    device = probe(tmp_path, nvml=nvml, environment={}, build=CUDA_BUILD).devices[0]
+
+    assert Sampler(device).read(2**22 + 12345).host_bytes == 0
+
+
+def test_a_reading_is_cheap(driver: Any, card: Any, tmp_path: Path) -> None:
+    nvml = driver(card())
+    sampler = Sampler(probe(tmp_path, nvml=nvml, environment={}, build=CUDA_BUILD).devices[0], nvml=nvml)
+    sampler.read(os.getpid())
+
+    began = time.process_time()
+    for _ in range(50):
+        sampler.read(os.getpid())
+
+    assert (time.process_time() - began) / 50 < 0.002

@@ -1,0 +1,244 @@
+"""The planner: what it decides, what it refuses and what it advises."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from vramfit.config import RunConfig
+from vramfit.errors import ConfigError, HardwareError, WontFit
+from vramfit.hardware.catalogue import machine_with
+from vramfit.hardware.devices import Device, Machine
+from vramfit.models import catalogue
+from vramfit.models.architecture import Architecture
+from vramfit.planning.block import block_memory
+from vramfit.planning.plan import Forecast, Workload
+from vramfit.planning.planner import forecast_run, length_limit, plan_json, total_steps
+from vramfit.units import GIB
+
+LONG = Workload(sequences=1000, mean_tokens=400, longest_tokens=1500)
+
+
+def model(name: str) -> Architecture:
+    found = catalogue.find(name)
+    assert found is not None
+    return found
+
+
+def wish(method: str = "lora", **changes: Any) -> RunConfig:
+    values = {"method": method, "model": {"source": "some/model"}, "data": {"paths": ["data.json"]}}
+    return RunConfig.parse({**values, **changes})
+
+
+def laptop(free_gib: float = 12) -> Machine:
+    cpu = Device(
+        kind="cpu",
+        name="CPU (4 cores)",
+        torch_device="cpu",
+        identity="cpu",
+        memory_bytes=16 * GIB,
+        free_bytes=int(free_gib * GIB),
+        bf16=False,
+        fp16=False,
+        flops={"fp32": 180e9},
+    )
+    return Machine(devices=(cpu,), ram_bytes=16 * GIB, ram_free_bytes=12 * GIB, disk_free_bytes=100 * GIB, cpu_cores=4)
+
+
+def forecast(
+    config: RunConfig, *, of: str = "Qwen/Qwen3-0.6B", on: str = "RTX 4090", workload: Workload = LONG
+) -> Forecast:
+    machine = laptop() if on == "laptop" else machine_with(on)
+    return forecast_run(config, architecture=model(of), machine=machine, workload=workload)
+
+
+def reason(found: Forecast, setting: str) -> str:
+    return next(choice.reason for choice in found.plan.reasons if choice.setting == setting)
+
+
+def test_what_fits_keeps_its_activations_and_says_so() -> None:
+    found = forecast(wish())
+
+    assert found.fits
+    assert found.plan.recompute == 0
+    assert found.plan.compute == found.plan.weight_format == "bf16"
+    assert found.plan.max_length == 1504  # the longest, rounded up to eighths
+    assert "keeping them is fastest" in reason(found, "activations")
+    assert all(choice.reason for choice in found.plan.reasons)
+
+
+def test_what_is_tight_recomputes_no_more_blocks_than_it_must() -> None:
+    found = forecast(wish(), of="meta-llama/Meta-Llama-3-8B")
+
+    assert found.fits
+    assert 0 < found.plan.recompute < 32
+    assert found.plan.micro_batch == 1
+    fewer = forecast(wish(memory={"activations": "recompute"}), of="meta-llama/Meta-Llama-3-8B")
+    assert found.speed.step_seconds < fewer.speed.step_seconds
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 7, 12, 16, 30, 97])
+@pytest.mark.parametrize("name", ["RTX 3060", "RTX 4090", "laptop"])
+def test_micro_batches_cover_the_step_and_no_more(name: str, sequences: int) -> None:
+    plan = forecast(wish(schedule={"sequences_per_step": sequences}), on=name).plan
+
+    assert plan.accumulation == math.ceil(sequences / plan.micro_batch)
+    assert plan.micro_batch == math.ceil(sequences / plan.accumulation)
+
+
+@pytest.mark.parametrize("card", ["RTX 3060", "RTX 4090", "A770", "A100"])
+@pytest.mark.parametrize("method", ["pretrain", "full", "lora", "qlora"])
+@pytest.mark.parametrize("name", ["HuggingFaceTB/SmolLM2-135M", "google/gemma-2-2b", "meta-llama/Meta-Llama-3-8B"])
+def test_a_forecast_fits_or_the_refusal_names_the_number(name: str, method: str, card: str) -> None:
+    try:
+        found = forecast(wish(method), of=name, on=card)
+    except WontFit as refusal:
+        assert refusal.needed_bytes > refusal.available_bytes > 0
+        assert refusal.phase
+        assert refusal.suggestions
+    else:
+        assert found.memory.device_bytes <= found.plan.budget_bytes
+        assert found.seconds == found.steps * found.speed.step_seconds
+
+
+def test_a_cpu_computes_in_fp32_within_ram() -> None:
+    found = forecast(wish(), on="laptop")
+
+    assert found.plan.device == "cpu"
+    assert found.plan.compute == found.plan.weight_format == "fp32"
+    assert found.memory.device_bytes == found.memory.host_bytes <= 11 * GIB
+
+
+def test_a_card_without_bf16_computes_in_fp16() -> None:
+    machine = machine_with("RTX 4090")
+    old = dataclasses.replace(machine.devices[0], bf16=False)
+    found = forecast_run(
+        wish("full"),
+        architecture=model("HuggingFaceTB/SmolLM2-135M"),
+        machine=dataclasses.replace(machine, devices=(old,)),
+        workload=LONG,
+    )
+
+    assert found.plan.compute == "fp16"
+    assert found.plan.weight_format == "fp32"
+
+
+def test_fixed_wishes_are_kept_and_marked() -> None:
+    found = forecast(
+        wish(
+            memory={
+                "micro_batch": 3,
+                "activations": "recompute",
+                "loss": "full",
+                "precision": "fp32",
+                "budget_gib": 20,
+            },
+            data={"paths": ["x"], "max_length": 300},
+        )
+    )
+    plan = found.plan
+
+    assert (plan.micro_batch, plan.accumulation) == (3, 6)
+    assert plan.recompute == 28
+    assert (plan.loss, plan.loss_chunk_tokens) == ("full", 0)
+    assert (plan.compute, plan.max_length, plan.budget_bytes) == ("fp32", 300, 20 * GIB)
+    fixed = {choice.setting for choice in plan.reasons if choice.fixed}
+    assert fixed == {"memory budget", "precision", "max length", "micro-batch", "activations", "loss"}
+
+
+def test_wishes_that_cannot_be_honoured_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"memory.budget_gib.*40\.0 GiB is more than the 24\.0 GiB"):
+        forecast(wish(memory={"budget_gib": 40}))
+    with pytest.raises(ConfigError, match=r"memory.loss.*gemma2.*changes its logits"):
+        forecast(wish(memory={"loss": "fused"}), of="google/gemma-2-2b")
+    with pytest.raises(ConfigError, match=r"data.max_length.*2000 tokens are more than the 1024 positions"):
+        length_limit(wish(data={"paths": ["x"], "max_length": 2000}), model("openai-community/gpt2"))
+    with pytest.raises(HardwareError, match="no device 'cuda:1'"):
+        forecast(wish(device="cuda:1"))
+
+
+def test_a_budget_beyond_what_is_free_is_cut_and_said() -> None:
+    found = forecast_run(
+        wish(memory={"budget_gib": 15}),
+        architecture=model("HuggingFaceTB/SmolLM2-135M"),
+        machine=laptop(free_gib=8),
+        workload=LONG,
+    )
+
+    assert found.plan.budget_bytes < 8 * GIB
+    assert "You asked for 15.0 GiB, but only 8.0 GiB" in reason(found, "memory budget")
+
+
+def test_a_model_that_changes_its_logits_makes_them_whole() -> None:
+    assert forecast(wish(), of="google/gemma-2-2b").plan.loss == "full"
+
+
+def test_every_suggestion_of_a_refusal_works() -> None:
+    with pytest.raises(WontFit) as raised:
+        forecast(wish("full"), of="meta-llama/Meta-Llama-3-8B")
+
+    assert raised.value.needed_bytes > 100 * GIB
+    assert raised.value.available_bytes < 24 * GIB
+    lora = next(text for text in raised.value.suggestions if text.startswith("LoRA instead"))
+    assert "GiB" in lora
+    assert forecast(wish("lora"), of="meta-llama/Meta-Llama-3-8B").fits
+    assert any(text.startswith("QLoRA") for text in raised.value.suggestions)
+
+
+def test_a_fixed_wish_that_breaks_the_plan_is_suggested_to_be_freed() -> None:
+    with pytest.raises(WontFit, match=r"Leaving memory\.micro_batch to auto would need"):
+        forecast(wish(memory={"micro_batch": 512}, schedule={"sequences_per_step": 512}), of="Qwen/Qwen3-8B")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps"),
+    [
+        ({}, 63),  # 1000 sequences, 16 a step: 62 whole steps and one of 8
+        ({"epochs": 3}, 189),
+        ({"epochs": 0.5}, 32),
+        ({"epochs": 0.001}, 1),
+        ({"sequences_per_step": 1000}, 1),
+        ({"max_steps": 7, "epochs": 100}, 7),
+    ],
+)
+def test_steps_are_counted_as_the_training_counts_them(schedule: dict[str, Any], steps: int) -> None:
+    assert total_steps(wish(schedule=schedule), LONG) == steps
+
+
+def test_a_plan_is_plain_values_with_reasons() -> None:
+    values = json.loads(json.dumps(plan_json(forecast(wish()))))
+
+    assert values["micro_batch"] >= 1
+    assert {"setting", "value", "reason", "fixed"} <= values["reasons"][0].keys()
+
+
+def seconds_to_plan(architecture: Architecture, machine: Machine) -> float:
+    """Without what earlier plans have left in the cache."""
+    block_memory.cache_clear()
+    began = time.process_time()
+    with contextlib.suppress(WontFit):
+        forecast_run(wish(), architecture=architecture, machine=machine, workload=LONG)
+    return time.process_time() - began
+
+
+def test_planning_any_known_model_takes_under_50_milliseconds() -> None:
+    machine = machine_with("A100")
+    slowest = max(
+        min(seconds_to_plan(model(name), machine) for _ in range(3))  # the garbage collector may come between
+        for name in catalogue.known()
+    )
+
+    assert slowest < 0.05
+
+
+def test_planning_imports_no_torch() -> None:
+    code = "import vramfit.planning.planner, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
