@@ -19,7 +19,7 @@ from vramfit.starter.questions import chats
 from vramfit.starter.stories import stories
 
 CORPUS_SEED: Final = 42
-STORIES: Final = 12_000
+STORIES: Final = 6_000
 CHATS: Final = 3_000
 
 
@@ -34,8 +34,8 @@ class Counted:
 
 
 COUNTED: Final = {
-    STARTER_STORIES: Counted(rows=STORIES, tokens=1_947_925, trained_tokens=1_935_925, longest=195),
-    STARTER_QUESTIONS: Counted(rows=CHATS, tokens=560_886, trained_tokens=88_360, longest=221),
+    STARTER_STORIES: Counted(rows=STORIES, tokens=1_002_613, trained_tokens=996_613, longest=202),
+    STARTER_QUESTIONS: Counted(rows=CHATS, tokens=574_939, trained_tokens=85_529, longest=228),
 }
 
 

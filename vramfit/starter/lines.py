@@ -56,37 +56,37 @@ _say(
 # In the mode `kind`, the hero helps first.
 _say(
     "kindness",
-    "One morning, {she} met {a_helper} who was hungry. {name} shared {her} bread with the {helper}.",
+    "One morning, near {back}, {she} met {a_helper} who was hungry. {name} shared {her} bread with the {helper}.",
     mode="kind",
     need="hungry",
 )
 _say(
     "kindness",
-    "One morning, {she} met {a_helper} who was thirsty. {name} brought the {helper} some fresh water.",
+    "One morning, near {back}, {she} met {a_helper} who was thirsty. {name} brought the {helper} some fresh water.",
     mode="kind",
     need="thirsty",
 )
 _say(
     "kindness",
-    "One morning, {she} met {a_helper} who was cold. {name} made a warm fire for the {helper}.",
+    "One morning, near {back}, {she} met {a_helper} who was cold. {name} made a warm fire for the {helper}.",
     mode="kind",
     need="cold",
 )
 _say(
     "kindness",
-    "One morning, {she} met {a_helper} who was lonely. {name} stayed and told the {helper} a story.",
+    "One morning, near {back}, {she} met {a_helper} who was lonely. {name} stayed and told the {helper} a story.",
     mode="kind",
     need="lonely",
 )
 _say(
     "kindness",
-    "One morning, {she} met {a_helper} who was lost. {name} showed the {helper} the way.",
+    "One morning, near {back}, {she} met {a_helper} who was lost. {name} showed the {helper} the way.",
     mode="kind",
     need="lost",
 )
 _say(
     "kindness",
-    "One morning, {she} met {a_helper} who was caught in a net. {name} set the {helper} free.",
+    "One morning, near {back}, {she} met {a_helper} who was caught in a net. {name} set the {helper} free.",
     mode="kind",
     need="caught",
 )
@@ -331,12 +331,13 @@ _say(
     obstacle="gate",
 )
 
+# Said with the trait, so that the end of the story has not to look back to its first line alone.
 _say(
     "sorrow",
-    "{She} sat down and cried.",
-    "{She} did not know what to do.",
-    "{She} sighed and wanted to give up.",
-    "{She} hung {her} head and was sad.",
+    "The {trait} {kind} sat down and cried.",
+    "The {trait} {kind} did not know what to do.",
+    "The {trait} {kind} sighed and wanted to give up.",
+    "The {trait} {kind} hung {her} head and was sad.",
 )
 
 # Help comes: a stranger asks, or kindness is returned.
@@ -503,6 +504,7 @@ _say(
     "To say thank you, {name} sang a song for the {helper}.",
     "To say thank you, {name} gave the {helper} a big hug.",
     "To say thank you, {name} shared {her} supper with the {helper}.",
+    "To say thank you, {name} invited the {helper} to {back}.",
     mode="ask",
 )
 

@@ -42,12 +42,11 @@ class Reading:
 def read(text: str) -> Reading:
     """Read a whole story. What no line fits is skipped, sentence by sentence."""
     understood, phases, known, contradicted = 0, [], Facts(), set[str]()
-    for line, said, facts in _lines(text):
-        if line is None:
-            continue
-        understood += _count_sentences(said)
+    for line, match in _lines(text):
+        understood += _count_sentences(match.group(0))
         phases.append(line.phase)
-        contradicted |= _agree(known, facts)
+        for facts in _facts(line, match.groupdict()):
+            contradicted |= _agree(known, facts)
     return Reading(
         sentences=_count_sentences(text),
         understood=understood,
@@ -56,20 +55,18 @@ def read(text: str) -> Reading:
     )
 
 
-def _lines(text: str) -> Iterator[tuple[Line | None, str, Facts]]:
-    """The text cut into lines of the grammar, longest first; None for a sentence that fits none."""
+def _lines(text: str) -> Iterator[tuple[Line, re.Match[str]]]:
+    """The lines of the grammar in the text, the longest that fits; sentences that fit none are passed over."""
     at = 0
     while at < len(text):
         fits = [(match, line) for pattern, line in _patterns() if (match := pattern.match(text, at))]
         if fits:
             match, line = max(fits, key=lambda fit: fit[0].end())
-            yield line, match.group(0), _facts(line, match.groupdict())
+            yield line, match
             at = match.end()
         else:
             end = _SENTENCE_END.search(text, at)
-            stop = end.end() if end else len(text)
-            yield None, text[at:stop], {}
-            at = stop
+            at = end.end() if end else len(text)
 
 
 _SENTENCE_END = re.compile(r'[.?!]"?(?=\s|$)\s*')
@@ -94,14 +91,13 @@ def _agree(known: Facts, facts: Mapping[str, frozenset[str]]) -> set[str]:
     return against
 
 
-def _facts(line: Line, said: Mapping[str, str]) -> Facts:
+def _facts(line: Line, said: Mapping[str, str]) -> Iterator[Mapping[str, frozenset[str]]]:
     """What a line that was said tells: its demands, the values of its slots and what those imply."""
-    facts: Facts = dict(line.demands)
+    yield line.demands
     for slot, value in said.items():
         if slot not in _PRONOUN_SLOTS:
-            _agree(facts, {slot: frozenset((value,))})
-        _agree(facts, SLOTS[slot][value])
-    return facts
+            yield {slot: frozenset((value,))}
+        yield SLOTS[slot][value]
 
 
 _PRONOUN_SLOTS = frozenset(("she", "She", "her", "Her", "him", "rel_she", "rel_him"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from vramfit.config import STARTER_MODEL, STARTER_QUESTIONS, STARTER_STORIES, RunConfig
 from vramfit.starter.questions import chats
 
-STORY_TOKENS = 200
-"""Longer than every story of the corpus (the longest has 195 tokens with its end), so that none is cut."""
+STORY_TOKENS = 208
+"""Longer than every story of the corpus (the longest has 202 tokens with its end), so that none is cut."""
 
 CHAT_TOKENS = 256
 PROMPT_SEED = 4_711
@@ -20,9 +20,9 @@ def starter_run() -> RunConfig:
             "method": "pretrain",
             "model": {"source": STARTER_MODEL},
             # One story a row: packed rows would need a mask between stories, which is slower on CPU than the padding.
-            "data": {"paths": [STARTER_STORIES], "max_length": STORY_TOKENS, "packing": False, "eval_share": 0.01},
+            "data": {"paths": [STARTER_STORIES], "max_length": STORY_TOKENS, "packing": False, "eval_share": 0.02},
             "schedule": {
-                "max_steps": 2800,
+                "max_steps": 2900,
                 "sequences_per_step": 4,
                 "learning_rate": 6e-3,
                 "warmup_share": 0.05,
@@ -31,8 +31,8 @@ def starter_run() -> RunConfig:
             "output": {
                 "prompts": ["Once there was a shy little fox named Mia.", "Long ago, a brave boy named Leo lived"],
                 "sample_tokens": STORY_TOKENS,
-                "evaluate_every": 280,
-                "checkpoint_every": 700,
+                "evaluate_every": 290,
+                "checkpoint_every": 725,
             },
         }
     )

@@ -70,11 +70,16 @@ def imagine(chance: Chance) -> dict[str, str]:
         "back": words.HOMES[home],
         "wish": chance.pick(words.WISHES),
         "mode": chance.pick(words.MODES),
-        "need": chance.pick(words.NEEDS),
-        "occasion": chance.pick(words.OCCASIONS),
-        "event": chance.pick(words.EVENTS),
     }
-    _imagine_relative(facts, chance)
+    # Only what the story will tell is drawn, so that `bits` is the information a reader gets.
+    if facts["mode"] == "kind":
+        facts["need"] = chance.pick(words.NEEDS)
+    if facts["wish"] in ("gift", "visit"):
+        facts["occasion"] = chance.pick(words.OCCASIONS)
+    if facts["wish"] == "make":
+        facts["event"] = chance.pick(words.EVENTS)
+    else:
+        _imagine_relative(facts, chance)
     _imagine_goal(facts, chance)
     facts["a_helper"] = chance.pick(words.HELPERS[facts["obstacle"]])
     facts["helper"] = words.bare(facts["a_helper"])
@@ -122,11 +127,13 @@ _FITTING: dict[tuple[str, ...], tuple[Line, ...]] = {}
 
 def fitting(phase: str, facts: dict[str, str]) -> tuple[Line, ...]:
     """The lines of a phase that the facts allow; none where the phase belongs to the other mode."""
-    key = (phase, *[facts[fact] for fact in _DEMANDED[phase]])
+    key = (phase, *[facts.get(fact, "") for fact in _DEMANDED[phase]])
     found = _FITTING.get(key)
     if found is None:
         found = tuple(
-            line for line in _BY_PHASE[phase] if all(facts[fact] in allowed for fact, allowed in line.demands.items())
+            line
+            for line in _BY_PHASE[phase]
+            if all(facts.get(fact) in allowed for fact, allowed in line.demands.items())
         )
         _FITTING[key] = found
     return found

@@ -49,7 +49,7 @@ def test_workload_is_what_tokenising_counts(source: str, limit: int, starter_cac
 def test_corpus_is_megabytes_of_json_lines_made_once(starter_cache: Path) -> None:
     path = corpus.write_corpus(STARTER_STORIES, starter_cache)
     made = path.stat()
-    assert made.st_size > 5_000_000
+    assert made.st_size > 4_000_000
     assert corpus.write_corpus(STARTER_STORIES, starter_cache) == path and path.stat().st_mtime_ns == made.st_mtime_ns
 
 

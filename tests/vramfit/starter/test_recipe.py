@@ -16,11 +16,11 @@ def test_start_with_nothing_touched_tells_stories() -> None:
     assert len(run.output.prompts) >= 2 and run.output.sample_tokens >= corpus_workload(STARTER_STORIES).longest_tokens
 
 
-def test_no_story_is_seen_twice() -> None:
+def test_every_story_is_seen_about_twice() -> None:
     run = starter_run()
     assert run.schedule.max_steps is not None
     seen = run.schedule.max_steps * run.schedule.sequences_per_step
-    assert seen <= STORIES * (1 - run.data.eval_share)
+    assert 1.5 < seen / (STORIES * (1 - run.data.eval_share)) <= 2.0
 
 
 def test_prompts_are_openings_that_no_story_of_the_corpus_continues_alone() -> None:
