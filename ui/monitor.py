@@ -15,6 +15,7 @@ from jobs.job import Job
 from jobs.store import Store
 from ui.charts import SERIES_COLUMNS, TELEMETRY_COLUMNS, columns, figures
 from ui.texts import Texts
+from vramfit.config import STARTER_MODEL
 from vramfit.errors import JobError
 
 SERIES_POINTS: Final = 1200
@@ -87,7 +88,8 @@ def job_values(job: Job, texts: Texts) -> dict[str, Any]:
         "final_loss": job.final_loss,
         "eval_loss": job.eval_loss,
         "peak_allocated_bytes": job.peak_allocated_bytes,
-        "export": job.export,
+        "export": str(job.folder / job.export) if job.export else None,
+        "tunable": bool(job.export) and config.model.source == STARTER_MODEL,
         "failure": job.failure,
         "remedy": job.remedy,
         "stop_requested": job.stop_requested,

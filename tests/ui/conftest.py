@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
 
@@ -18,6 +20,19 @@ from vramfit.training.metrics import Evaluation, Event, PhaseProgress, StepMetri
 
 OWNER = "test:1"
 SeedRun = Callable[..., int]
+
+
+@pytest.fixture(scope="session")
+def in_loop() -> Callable[[Callable[[], Any]], Any]:
+    """Calls a function inside an event loop: outside of one gradio makes loops of its own and never closes them."""
+
+    def call(make: Callable[[], Any]) -> Any:
+        async def inside() -> Any:
+            return make()
+
+        return asyncio.run(inside())
+
+    return call
 
 
 @pytest.fixture

@@ -100,7 +100,9 @@ def test_a_run_without_a_checkpoint_cannot_be_resumed(store: Store, seed_run: Se
 
 def test_a_run_with_a_checkpoint_goes_back_into_the_queue(store: Store, seed_run: SeedRun) -> None:
     run = seed_run(state="failed")
-    (store.job(run).checkpoints / "step-00000020").mkdir(parents=True)
+    checkpoint = store.job(run).checkpoints / "step-00000020"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}", encoding="utf-8")
     resume(store, run)
     assert store.job(run).state == "queued"
 

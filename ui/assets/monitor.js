@@ -419,7 +419,7 @@
       const parts = pairs.length ? [make("h3", {}, VF.word("monitor.samples")), ...pairs] : [];
       if (job.final && job.export) {
         parts.push(make("div", { class: "vf-export" }, make("p", {}, VF.word("monitor.export"), " ", make("code", {}, job.export)),
-          make("p", { class: "vf-sub" }, VF.word("monitor.export.next")), this.tuneButton));
+          make("p", { class: "vf-sub" }, VF.word("monitor.export.next")), ...(job.tunable ? [this.tuneButton] : [])));
       }
       this.result.replaceChildren(...parts);
       this.result.toggleAttribute("data-done", this.samples.some((sample) => sample.stage === "after"));

@@ -1,0 +1,175 @@
+"""The New run page's handlers, called as gradio calls them: a dict of widgets and what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gradio as gr
+import pytest
+
+from jobs.store import Store
+from ui import new_run
+from ui.new_run import OWN_FILES, NewRun, keep_upload
+from ui.preview import PLAN_PREFIX, Previewer
+from ui.texts import texts_of
+from vramfit.config import RunConfig
+from vramfit.errors import UserError
+from vramfit.hardware.catalogue import cards
+from vramfit.starter.recipe import starter_run
+
+STEPS = starter_run().schedule.max_steps
+SESSION = SimpleNamespace(session_hash="tab-1")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Where a supervisor was asked for; none is started."""
+    asked: list[Path] = []
+    monkeypatch.setattr(new_run, "ensure_running", asked.append)
+    return asked
+
+
+@pytest.fixture
+def page(store: Store, started: list[Path], in_loop: Callable[..., Any]) -> NewRun:
+    previewer = Previewer(store.data_dir)
+
+    def make() -> NewRun:
+        with gr.Blocks(analytics_enabled=False):
+            return NewRun(store=store, previewer=previewer, texts=texts_of("en"), guard=lambda handler, _: handler)
+
+    return in_loop(make)
+
+
+def _values(page: NewRun, **changes: Any) -> dict[Any, Any]:
+    """What the untouched form holds, with changes by path (dots as __)."""
+    values = {widget: widget.value for widget in page.inputs}
+    for name, value in changes.items():
+        path = name.replace("__", ".")
+        values[page.data_choice if path == "data" else page.widgets[path]] = value
+    return values
+
+
+def test_the_untouched_form_is_the_starters_recipe(page: NewRun) -> None:
+    config, card = page._config(_values(page))
+    assert config == starter_run()
+    assert card == "auto"
+
+
+def test_start_adds_the_job_with_its_forecast_and_opens_it(page: NewRun, store: Store, started: list[Path]) -> None:
+    answer = page.on_start(_values(page), SESSION)[page.answer]
+    job = store.jobs()[0]
+    assert job.config == starter_run()
+    assert job.forecast["steps"] == STEPS
+    assert f'data-open="{job.id}"' in answer
+    assert started == [store.data_dir]
+
+
+def test_a_double_click_starts_one_run(page: NewRun, store: Store) -> None:
+    first = page.on_start(_values(page), SESSION)[page.answer]
+    second = page.on_start(_values(page), SESSION)[page.answer]
+    assert len(store.jobs()) == 1
+    assert first != second  # or the page would not notice the second answer
+
+
+def test_other_settings_or_another_tab_are_another_run(page: NewRun, store: Store) -> None:
+    page.on_start(_values(page), SESSION)
+    page.on_start(_values(page, seed="7"), SESSION)
+    page.on_start(_values(page), SimpleNamespace(session_hash="tab-2"))
+    assert len(store.jobs()) == 3
+
+
+def test_start_with_wrong_fields_adds_nothing_and_names_them(page: NewRun, store: Store) -> None:
+    updates = page.on_start(_values(page, schedule__epochs="x", seed=""), SESSION)
+    assert store.jobs() == []
+    assert updates[page.estimate].count("vf-problem-item") == 2
+    assert set(updates) == {page.estimate, page.answer}  # no field is touched
+
+
+def test_the_estimate_follows_the_form(page: NewRun) -> None:
+    small = page.on_change(_values(page, data__max_length="64"))[page.estimate]
+    large = page.on_change(_values(page, data__max_length="192"))[page.estimate]
+    assert "vf-bar" in small
+    assert small != large
+
+
+def test_planning_for_another_card_turns_start_off_and_says_why(page: NewRun, store: Store) -> None:
+    card = PLAN_PREFIX + cards()[0].name
+    updates = page.on_change(_values(page, device=card))
+    assert updates[page.start]["interactive"] is False
+    assert "Start is off" in updates[page.estimate]
+    page.on_start(_values(page, device=card), SESSION)
+    assert store.jobs() == []
+    download = page.on_download(_values(page, device=card))[page.answer]
+    assert 'data-download="First stories.yaml"' in download
+    assert f"max_steps: {STEPS}" in download
+
+
+def test_a_model_too_large_says_by_how_much_and_what_would_help(page: NewRun, store: Store) -> None:
+    card = next(card for card in cards() if "4090" in card.name)
+    large = {"model__source": "meta-llama/Llama-3.1-70B", "method": "full", "device": PLAN_PREFIX + card.name}
+    updates = page.on_change(_values(page, **large))
+    assert "Does not fit" in updates[page.estimate]
+    assert "vf-suggestions" in updates[page.estimate]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"data": OWN_FILES}, "data.paths"),
+        ({"data": OWN_FILES, "data__paths": "/nowhere/at/all.jsonl"}, "data.paths"),
+        ({"model__source": "nobody/nothing", "method": "lora"}, "model.source"),
+        ({"method": "lora"}, "method"),
+    ],
+)
+def test_an_error_lies_at_the_field_that_caused_it(page: NewRun, changes: dict[str, str], field: str) -> None:
+    assert f'data-field="{field}"' in page.on_change(_values(page, **changes))[page.estimate]
+
+
+def test_an_empty_data_set_is_one_sentence(page: NewRun, tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    changes = {"data": OWN_FILES, "data__paths": str(tmp_path / "empty.jsonl")}
+    assert 'data-field="data.paths"' in page.on_change(_values(page, **changes))[page.estimate]
+
+
+def test_uploads_are_kept_and_named_in_the_form(page: NewRun, store: Store, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"text": "hello there"}\n' * 9, encoding="utf-8")
+    values = {**_values(page, data=OWN_FILES), page.upload: [str(file)]}
+    updates = page.on_upload(values)
+    kept = store.data_dir / "uploads" / "mine.jsonl"
+    assert updates[page.widgets["data.paths"]] == str(kept)
+    assert kept.is_file()
+    assert "vf-bar" in updates[page.estimate]
+
+
+def test_an_upload_never_replaces_another_file(tmp_path: Path) -> None:
+    places = []
+    for text in ("one", "two"):
+        file = tmp_path / "data.txt"
+        file.write_text(text, encoding="utf-8")
+        places.append(keep_upload(file, tmp_path / "kept"))
+    assert [place.name for place in places] == ["data.txt", "data-2.txt"]
+    assert [place.read_text(encoding="utf-8") for place in places] == ["one", "two"]
+
+
+def test_an_old_runs_settings_fill_the_form(page: NewRun, store: Store) -> None:
+    config = RunConfig.parse(
+        {"method": "lora", "model": {"source": "org/model"}, "data": {"paths": ["a.txt", "b.txt"]}, "seed": 9}
+    )
+    updates = page.on_copy(store.add_job(config))
+    filled = {**_values(page), page.data_choice: updates[page.data_choice]}
+    filled |= {widget: updates[widget] for widget in page.widgets.values()}
+    filled[page.widgets["model.source"]] = updates[page.widgets["model.source"]]["value"]
+    assert page._config(filled)[0].model_copy(update={"name": ""}) == config
+
+
+def test_a_trained_starter_can_be_fine_tuned_on(page: NewRun, store: Store, seed_run: Callable[..., int]) -> None:
+    run = seed_run(export="export")
+    updates = page.on_tune(run)
+    assert updates[page.widgets["model.source"]]["value"] == str(store.job(run).folder / "export")
+    assert updates[page.widgets["method"]] == "lora"
+    with pytest.raises(UserError):
+        page.on_tune(store.add_job(RunConfig()))
