@@ -7,13 +7,32 @@ of migrations applied, so that an older VRAMFit refuses a newer file instead of 
 from __future__ import annotations
 
 import sqlite3
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import sqlite_utils
-from sqlite_utils.migrations import Migrations
-
 from vramfit.errors import JobError
+
+
+@contextmanager
+def _without(*modules: str) -> Iterator[None]:
+    """Let an import find these modules missing, unless they are loaded already."""
+    hidden = [name for name in modules if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: "not there", by Python's own rule
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+
+
+# sqlite-utils loads pandas (which gradio brings) to know two column types that we have no use for. Without them the
+# supervisor and every trainer start 0.4 s earlier and the supervisor takes 60 MB less.
+with _without("pandas", "numpy"):
+    import sqlite_utils
+    from sqlite_utils.migrations import Migrations
 
 BUSY_TIMEOUT_S: Final = 10.0
 migrations: Final = Migrations("vramfit")

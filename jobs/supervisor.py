@@ -358,6 +358,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--idle", type=float, default=Patience.idle, help="seconds without work until it leaves")
     options = parser.parse_args(arguments)
+    asked = signal_flag()  # before the lease is taken, so that it is given back even when the signal comes early
     try:
         with Store(options.data_dir) as store:
             supervisor = Supervisor(store, patience=Patience(idle=options.idle))
@@ -366,16 +367,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 pid = processes.pid_of(holder[0]) if holder else "unknown"
                 say(f"Another supervisor (pid {pid}) works on {store.data_dir}; this one leaves.")
                 return 0
-            loop(supervisor)
+            loop(supervisor, asked=asked)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def loop(supervisor: Supervisor, *, asked: Callable[[], bool] | None = None) -> None:
-    """Step until it wants to leave or `asked()` (default: TERM or INT came). A locked database only makes it late."""
-    asked = asked or _signal_flag()
+def loop(supervisor: Supervisor, *, asked: Callable[[], bool]) -> None:
+    """Step until it wants to leave or `asked()` is true. A locked database only makes it late."""
     while not asked():
         try:
             if not supervisor.step(time.monotonic()):
@@ -388,8 +388,8 @@ def loop(supervisor: Supervisor, *, asked: Callable[[], bool] | None = None) -> 
         supervisor.stop()
 
 
-def _signal_flag() -> Callable[[], bool]:
-    """Signal handlers set a flag, nothing else."""
+def signal_flag() -> Callable[[], bool]:
+    """Install handlers for TERM and INT that set a flag and nothing else. The result tells whether it is set."""
     seen: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from jobs.attempt import Attempt
 from jobs.run_job import run
 from jobs.store import Store
-from jobs.supervisor import Patience, Supervisor, loop
+from jobs.supervisor import Patience, Supervisor, loop, signal_flag
 from vramfit.errors import DataError
 from vramfit.training import checkpoint
 from vramfit.training.metrics import PhaseProgress, RunResult, StepMetrics
@@ -121,7 +121,7 @@ def main(arguments: list[str]) -> int:
             print("another one works here", flush=True)
             return 0
         print("started", flush=True)
-        loop(supervisor)
+        loop(supervisor, asked=signal_flag())
     return 0
 
 

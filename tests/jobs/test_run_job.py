@@ -28,6 +28,10 @@ def test_the_supervisors_command_names_job_folder_and_attempt(store: Store) -> N
 
 
 def test_nothing_heavy_is_imported_before_the_first_phase_is_written() -> None:
-    code = "import jobs.run_job, sys; print([n for n in ('torch', 'transformers', 'gradio') if n in sys.modules])"
+    code = (
+        "import jobs.run_job, jobs.supervisor, sys; "
+        "print([name for name in ('torch', 'transformers', 'gradio', 'pandas', 'numpy') if name in sys.modules]); "
+        "import numpy"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=processes.ROOT, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "[]", done.stderr
+    assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr

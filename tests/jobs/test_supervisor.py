@@ -262,6 +262,8 @@ def test_ensure_running_called_twice_leaves_one_that_leaves_by_itself(
         for process in psutil.process_iter(["cmdline"])
         if str(data_dir) in (process.info["cmdline"] or []) and not is_gone(process.pid)
     ]
+    # The second one leaves because the first has the lease; wait for that before the first is ended.
+    eventually(lambda: sum(not is_gone(process.pid) for process in running) == 1)
     os.kill(processes.pid_of(who), signal.SIGTERM)
     eventually(lambda: all(is_gone(process.pid) for process in running))
     assert store.lease(SUPERVISOR_LEASE) is None, "given back"
