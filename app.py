@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from vramfit.console import use_utf8
 from vramfit.errors import UserError
 from vramfit.places import default_data_folder, open_data_folder
 
@@ -39,4 +40,5 @@ def read_flags() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    use_utf8()
     sys.exit(main())

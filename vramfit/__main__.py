@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from vramfit import __version__
 from vramfit.commands import data, estimate, plan, train
+from vramfit.console import use_utf8
 from vramfit.errors import UserError
 
 GOOD, OUR_FAULT, WRONG_INPUT = 0, 1, 2
@@ -20,7 +21,6 @@ GOOD, OUR_FAULT, WRONG_INPUT = 0, 1, 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    _write_utf8()
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
@@ -61,13 +61,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _write_utf8() -> None:
-    """Output is UTF-8 whatever the console says; what it cannot show is escaped, so that printing never fails."""
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(encoding="utf-8", errors="backslashreplace")
-
-
 if __name__ == "__main__":
+    use_utf8()
     sys.exit(main())

@@ -100,6 +100,8 @@ def train(
     done = run.resume() if resume else 0
     if done == 0:
         run.write_samples(tokenizer, step=0, stage="before")
+        if run.evaluate_every and config.method != "pretrain":
+            run.evaluate(0)  # what fine-tuning has to improve on; random weights tell nothing
 
     recorder.phase(PhaseProgress(name="training", done=done, total=order.total_steps, unit="steps"))
     stopped = should_stop()
@@ -211,6 +213,7 @@ class _Run:
 
     def write_samples(self, tokenizer: Any, *, step: int, stage: Literal["before", "after"]) -> None:
         """Text of the model as it is now: what the run is for, in a form a person can judge."""
+        self.recorder.phase(PhaseProgress(name="evaluating", detail=f"text {stage} training"))
         for prompt in sample_prompts(self.config, self.data, tokenizer):
             text = generate(
                 self.executor.model,

@@ -39,7 +39,7 @@ def test_a_run_learns_and_reports_everything(small_run: Build, kept: Keep, cache
     assert heard.forecasts[0].workload.exact
     names = [phase.name for phase in heard.phases]
     assert names.index("tokenising") < names.index("planning") < names.index("training") < names.index("exporting")
-    assert heard.phases[-2].done == 30
+    assert max(phase.done for phase in heard.phases if phase.name == "training") == 30
 
 
 def test_every_token_is_counted_once(small_run: Build, kept: Keep, cache: Path, tmp_path: Path) -> None:

@@ -1,0 +1,150 @@
+"""python -m vramfit: names, --json, exit codes, one sentence on stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vramfit.__main__ import main
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(autouse=True)
+def data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VRAMFIT_DATA_DIR", str(tmp_path / "data"))
+    return tmp_path / "data"
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(list(arguments)) == 2
+    heard = capsys.readouterr()
+    assert heard.out == ""
+    assert heard.err.count("\n") == 1
+    assert "Traceback" not in heard.err
+    return heard.err
+
+
+LLAMA_ON_4090 = ("--model", "meta-llama/Llama-3.1-8B", "--card", "RTX 4090")
+
+
+def test_estimate_tells_memory_speed_and_time(capsys: pytest.CaptureFixture[str]) -> None:
+    values = answer(
+        capsys, "estimate", *LLAMA_ON_4090, "--method", "lora", "--max-length", "1024", "--max-steps", "100"
+    )
+    assert values["fits"] is True
+    assert values["steps"] == 100
+    memory = values["memory"]
+    assert 16 * 2**30 < memory["peak_bytes"] < 24 * 2**30  # 8.03e9 frozen parameters in bf16 are 15.0 GiB alone
+    assert sum(memory["breakdown"].values()) == memory["device_bytes"]
+    assert memory["low_bytes"] <= memory["peak_bytes"] <= memory["high_bytes"]
+    assert values["speed"]["tokens_per_s"] > 0
+    assert values["seconds"] == pytest.approx(100 * values["speed"]["step_seconds"])
+
+
+def test_plan_gives_a_reason_for_each_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    values = answer(capsys, "plan", *LLAMA_ON_4090, "--method", "qlora", "--set", "memory.loss=chunked")
+    reasons = values["plan"]["reasons"]
+    assert all(choice["reason"] for choice in reasons)
+    assert any(choice["fixed"] for choice in reasons)
+    assert values["plan"]["loss"] == "chunked"
+
+
+def test_both_also_speak_plainly(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *LLAMA_ON_4090]) == 0
+    text = capsys.readouterr().out
+    assert "fits" in text
+    assert "tokens/s" in text
+    assert "GiB" in text
+    assert "GB" not in text
+
+
+def test_a_config_file_and_flags_on_top_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("schedule: {max_steps: 12, sequences_per_step: 8}\nseed: 3\n", encoding="utf-8")
+    assert answer(capsys, "estimate", str(file), "--device", "cpu")["steps"] == 12
+    assert answer(capsys, "estimate", str(file), "--device", "cpu", "--max-steps", "40")["steps"] == 40
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("estimate", "--card", "GTX 9999"), "GTX 9999"),
+        (("estimate", "--model", "nobody/nothing-7b"), "nobody/nothing-7b"),
+        (("estimate", "--max-length", "many"), "data.max_length"),
+        (("estimate", "--set", "memory.loss"), "has no value"),
+        (("estimate", "--set", "memory.los=full"), "memory.los"),
+        (("estimate", "absent.yaml"), "absent.yaml"),
+        (("plan", "--model", "meta-llama/Llama-3.1-70B", "--method", "full", "--card", "RTX 3060"), "GiB"),
+        (("train", "absent.yaml"), "absent.yaml"),
+        (("data", "absent.json"), "absent.json"),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+) -> None:
+    assert words in complaint(capsys, *arguments)
+
+
+def test_data_tells_what_was_recognised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a", "completion": "007"}\n{"prompt": "b",}\n{"prompt": "c", "completion": "d"}\n')
+    values = answer(capsys, "data", str(file))
+    assert (values["format"], values["rows"]) == ("jsonl", 2)
+    assert [row["line"] for row in values["bad_rows"]] == [2]
+    assert values["examples"][0]["text"].endswith("007")
+
+
+def test_data_with_a_model_counts_tokens(
+    reference_data: Path, smollm2_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = reference_data / "datasets" / "identity.json"
+    values = answer(capsys, "data", str(path), "--model", str(smollm2_folder))
+    assert values["rows"] == len(json.loads(path.read_text(encoding="utf-8")))
+    assert values["trained_tokens"] > 0
+    assert values["tokens"]["min"] <= values["tokens"]["median"] <= values["tokens"]["max"]
+    example = values["examples"][0]
+    assert len(example["token_ids"]) == len(example["mask"])
+
+
+def test_train_records_where_the_panel_looks(tmp_path: Path, data_folder: Path) -> None:
+    """As a person would: a process of its own, on a console that knows no Unicode."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(f'{{"text": "Der Fuchs läuft {n} mal."}}' for n in range(12)), encoding="utf-8")
+    file = tmp_path / "lauf größer.yaml"
+    file.write_text(
+        f"name: größer\ndata: {{paths: ['{rows.as_posix()}'], max_length: 32}}\n"
+        "schedule: {max_steps: 4, sequences_per_step: 2}\noutput: {sample_tokens: 4}\n",
+        encoding="utf-8",
+    )
+    environment = {**os.environ, "PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-m", "vramfit", "train", str(file)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert "Finished at step 4 of 4" in done.stdout.decode()
+
+    from jobs.store import Store
+
+    with Store(data_folder) as store:
+        (job,) = store.jobs()
+        assert (job.name, job.state, job.step) == ("größer", "succeeded", 4)
+        assert store.series(job.id).columns["step"] == [1, 2, 3, 4]
+        assert job.export is not None
+        assert (Path(job.export) / "config.json").is_file()
