@@ -36,7 +36,7 @@ def layout_of(
     head = head_text(scan, found)
     shared = {"codec": found.codec, "encoding": found.name, "note": note}
     if _JSON_ARRAY.match(head):
-        return Layout(format="json", **shared)  # type: ignore[arg-type]
+        return Layout(format="jsonl" if _is_lists(head) else "json", **shared)  # type: ignore[arg-type]
     if _JSON_OBJECT.match(head):
         return Layout(format="jsonl" if _is_lines(head, scan) else "json", **shared)  # type: ignore[arg-type]
     complete = scan.unpacked_bytes <= HEAD_BYTES
@@ -64,6 +64,17 @@ def _is_lines(head: str, scan: Scan) -> bool:
         return True
     try:
         return isinstance(json.loads(lines[1]), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _is_lists(head: str) -> bool:
+    """Whether a text that begins with [ is one value per line, the first a whole list, and no list of rows."""
+    lines = [line.strip() for line in head.split("\n", 5) if line.strip()]
+    if len(lines) < 2 or not lines[0].endswith("]") or lines[1][0] not in "[{":
+        return False
+    try:
+        return isinstance(json.loads(lines[0]), list)
     except (ValueError, RecursionError):
         return False
 

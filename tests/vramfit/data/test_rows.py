@@ -111,7 +111,7 @@ def test_paragraphs_of_a_text_are_documents(paragraphs: list[str], end: str) -> 
 
 def test_json_arrays_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows_module, "_WINDOW_CHARS", 7)
-    table = [{"a": "x" * n, "b": [{"c": n}], "d": "é\\\"\n"} for n in range(40)]
+    table = [{"a": "x" * n, "b": [{"c": n}], "d": 'é\\"\n'} for n in range(40)]
     for text in (json.dumps(table), json.dumps({"first": [1, 2], "rows": table, "last": None}, indent=2)):
         path = write(tmp_path, text)
         assert [plain(row) for row in values(path)] == table

@@ -224,15 +224,15 @@ def test_conversations_without_answers_are_verdicts() -> None:
                             ({"train": False}, False), ({"weight": 0.5}, True)],
 )  # fmt: skip
 def test_weights_of_messages(weight: dict[str, Any], trained: bool) -> None:
-    found = convert(
-        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **weight}]}
-    )
+    found = convert({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **weight}]})
     assert isinstance(found, Conversation)
     assert found.turns[1].trained is trained
 
 
 def test_joined_turns_keep_all_text_and_never_learn_what_has_no_weight() -> None:
-    merged = merge_turns([Turn("user", "a"), Turn("user", "b"), Turn("assistant", "c"), Turn("assistant", "d", (), False)])
+    merged = merge_turns(
+        [Turn("user", "a"), Turn("user", "b"), Turn("assistant", "c"), Turn("assistant", "d", (), False)]
+    )
     assert [(turn.role, turn.text, turn.trained) for turn in merged] == [
         ("user", "a\n\nb", True),
         ("assistant", "c\n\nd", False),

@@ -38,7 +38,7 @@ THINKING = (  # Qwen 3: the last answer alone gets an empty block of thoughts; t
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
     "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ m['content'] }}"
     "{% for call in m.tool_calls or [] %}"
-    "{{ '\n<tool_call>\n{\"name\": \"' + call.function.name + '\", \"arguments\": ' }}"
+    '{{ \'\n<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
     "{{ call.function.arguments | tojson + '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -82,7 +82,7 @@ def test_an_answer_that_repeats_its_question_is_found_in_its_place(make_tokenize
     same = (Turn("user", "yes"), Turn("assistant", "yes"), Turn("user", "yes"), Turn("assistant", "yes"))
     item = Template(tokenizer).render(Conversation(same))
     assert len(item.spans) == 2
-    assert [item.text[: start].count("yes") for start, _ in item.spans] == [1, 3]
+    assert [item.text[:start].count("yes") for start, _ in item.spans] == [1, 3]
     assert all(item.text[start:end].count("yes") == 1 for start, end in item.spans)
 
 
