@@ -28,6 +28,8 @@ class PeakMeter:
         self._steps = 0
         self._largest_tokens = 0
         self._cpu_peak = 0
+        if device.type not in ("cpu", "mps"):  # what loading took is not a step's
+            torch.accelerator.reset_peak_memory_stats(device.index or 0)
 
     @contextlib.contextmanager
     def watch(self, tokens: int) -> Iterator[None]:
