@@ -79,6 +79,8 @@ def cases() -> list[Case]:
         Case("lora dropout", MODEL, replace(base, method="lora", **adapted, lora_dropout=0.1)),
         Case("lora accumulation 2", MODEL, replace(base, method="lora", **adapted, accumulation=2)),
         Case("qwen3 with head norms", {**MODEL, "model_type": "qwen3", "head_dim": 32}, base),
+        Case("pretrain packed", MODEL, replace(base, packing=True)),
+        Case("pretrain packed recompute", MODEL, replace(base, packing=True, recompute=4)),
         Case("gpt2", GPT2, base),
         Case("gpt2 recompute", GPT2, replace(base, recompute=4)),
     ]
@@ -159,7 +161,10 @@ def _batch(plan: Plan, vocab: int) -> _Batch:
     import torch
 
     ids = torch.randint(0, vocab, (plan.micro_batch, plan.max_length))
-    return _Batch(ids, ids.clone())
+    if not plan.packing:
+        return _Batch(ids, ids.clone())
+    half = torch.arange(plan.max_length // 2)
+    return _Batch(ids, ids.clone(), position_ids=torch.cat([half, half]).repeat(plan.micro_batch, 1))
 
 
 def main() -> None:

@@ -32,6 +32,7 @@ class Formats:
 
     `autocast` is whether linears cast what they are given; `adapted` are the linears with LoRA, of `rank`, and
     `dropout_mask` is bytes per number that their dropout keeps (0: none; cards keep a byte, the CPU a factor).
+    `masked` is whether attention gets a mask, as packed rows do.
     """
 
     residual: int
@@ -42,6 +43,7 @@ class Formats:
     rank: int = 0
     dropout_mask: int = 0
     attention: str = "sdpa"
+    masked: bool = False
 
     @property
     def casts(self) -> bool:
@@ -69,9 +71,10 @@ def block_memory(architecture: Architecture, layer: int, formats: Formats, *, in
     """Walk block `layer`; `input_grad` is False for the first block of a frozen model: its input needs none."""
     writer = _Writer(architecture, formats, layer, input_grad=input_grad)
     tape, start = writer.write()
-    scores = 0.0
+    # The kernel wants the mask as numbers to add, and each block keeps its own: one per pair of positions.
+    scores = float(formats.compute) if formats.masked else 0.0
     if formats.attention == "eager":  # fp32 softmax and its 16-bit copy, per head and pair of positions
-        scores = architecture.heads * (4.0 + (formats.compute if formats.compute != 4 else 0))
+        scores += architecture.heads * (4.0 + (formats.compute if formats.compute != 4 else 0))
     return BlockMemory(
         input=start.size,
         saved=tape.saved(without=(start,)),
@@ -177,6 +180,11 @@ class _Writer:
             self.latent_heads(value, projections[:-1]) if shape.latent else self.heads(value, projections[:-1])
         )
         out_width = float(size * shape.attention_out_width)
+        grouped = shape.kv_width < shape.q_width
+        if grouped and self.formats.masked:  # with a mask the library copies keys and values to every query head
+            wide = float(size * shape.q_width)
+            keys = self.tape.operation("repeat", (keys,), wide)
+            values = self.tape.operation("repeat", (values,), wide)
         kernel = self.tape.operation(
             "sdpa",
             (queries, keys, values),
@@ -185,7 +193,9 @@ class _Writer:
             saves_output=True,
             saves_new=4.0 * shape.heads,
             # With fewer kv heads their gradients are first made for every query head.
-            backward_temporary=2.0 * size * (shape.q_width - shape.kv_width) if shape.kv_width < shape.q_width else 0.0,
+            backward_temporary=2.0 * size * (shape.q_width - shape.kv_width)
+            if grouped and not self.formats.masked
+            else 0.0,
         )
         return self.linear(kernel, projections[-1])
 

@@ -184,7 +184,7 @@ class _Work:
             blocks=tuple(_blocks(architecture, formats, frozen=frozen)),
             block_trained=_by_kind(architecture, lambda layer: _block_trained(architecture, layer, plan)),
             casts=_by_kind(architecture, lambda layer: _cast_bytes(architecture, layer, plan, formats)),
-            dequantised=2.0 * _largest_linear(architecture) if plan.weight_format == "nf4" else 0.0,
+            dequantised=formats.compute * _largest_linear(architecture) if plan.weight_format == "nf4" else 0.0,
         )
 
     @property
@@ -290,7 +290,8 @@ class _Work:
         full: log-softmax 4, the gradient of the picked entries 4, the gradient of the logits 4 = 12 bytes per entry.
         chunked: logits 4 and a temporary of logsumexp 4 per entry of a chunk, while what was made of the chunk before
         is still there (fp32 gradient 4, its 16-bit form); fused: one buffer of 4. Both with the hidden state's
-        gradient, and the head's when it trains. A family that changes its logits makes them for all positions in its own way.
+        gradient, and the head's when it trains. A family that changes its logits makes them for all positions in its
+        own way.
         """
         vocab, hidden = self.architecture.vocab_size, self.architecture.hidden_size
         if self.plan.loss == "full":
@@ -350,7 +351,7 @@ def formats_of(architecture: Architecture, plan: Plan) -> Formats:
     adapted: frozenset[str] = frozenset()
     residual = 4
     if plan.lora_rank:
-        residual = 4 if plan.weight_format == "fp32" else 2
+        residual = compute if plan.weight_format == "nf4" else int(BYTES[plan.weight_format])
         names = {
             linear.name
             for layer in {0, architecture.layers - 1}
@@ -366,11 +367,12 @@ def formats_of(architecture: Architecture, plan: Plan) -> Formats:
         rank=plan.lora_rank,
         dropout_mask=(4 if plan.device == "cpu" else 1) if plan.lora_dropout > 0 else 0,
         attention=plan.attention,
+        masked=plan.packing,
     )
 
 
 def weight_bytes(architecture: Architecture, plan: Plan) -> float:
-    """Bytes of the base weights: nf4 only for the blocks' linears, the rest stays in 16 bits."""
+    """Bytes of the base weights: nf4 only for the blocks' linears, the rest is stored as it is computed with."""
     if not plan.lora_rank:
         return BYTES[plan.trained_format] * architecture.params
     if plan.weight_format != "nf4":
@@ -381,7 +383,7 @@ def weight_bytes(architecture: Architecture, plan: Plan) -> float:
             lambda layer: sum(linear.weights for linear in architecture.linears(layer) if linear.module),
         )
     )
-    return BYTES["nf4"] * linears + BYTES["bf16"] * (architecture.params - linears)
+    return BYTES["nf4"] * linears + BYTES[plan.compute] * (architecture.params - linears)
 
 
 def _by_kind(architecture: Architecture, value: Callable[[int], _Value]) -> tuple[_Value, ...]:

@@ -43,13 +43,15 @@ class Workload:
     """How much there is to train: sequences and tokens of one epoch, after cutting to `max_length`.
 
     `mean_tokens` and `longest_tokens` are per sequence, padding excluded; `trained_share` is the share of tokens that
-    carry loss; `exact` is False while the lengths are a guess and not read from the tokenised data.
+    carry loss; `packed` whether a sequence holds several documents, kept apart by a mask; `exact` is False while the
+    lengths are a guess and not read from the tokenised data.
     """
 
     sequences: int
     mean_tokens: float
     longest_tokens: int
     trained_share: float = 1.0
+    packed: bool = False
     exact: bool = False
 
 

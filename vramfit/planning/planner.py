@@ -71,11 +71,16 @@ def forecast_run(config: RunConfig, *, architecture: Architecture, machine: Mach
 
 
 def total_steps(config: RunConfig, workload: Workload) -> int:
-    """Optimizer steps: whole epochs end with a smaller step, parts of an epoch are rounded up; max_steps decides."""
-    if config.schedule.max_steps is not None:
-        return config.schedule.max_steps
-    per_epoch = math.ceil(workload.sequences / config.schedule.sequences_per_step)
-    return max(1, math.ceil(config.schedule.epochs * per_epoch))
+    """Optimizer steps, counted as `data.batches.StepOrder` does.
+
+    The last step of an epoch takes what is left; a part of an epoch is its first steps; max_steps decides instead.
+    """
+    schedule = config.schedule
+    if schedule.max_steps is not None:
+        return schedule.max_steps
+    whole, part = divmod(schedule.epochs, 1.0)
+    per_epoch = math.ceil(workload.sequences / schedule.sequences_per_step)
+    return max(1, int(whole) * per_epoch + math.ceil(part * workload.sequences / schedule.sequences_per_step - 1e-9))
 
 
 def plan_json(forecast: Forecast) -> dict[str, Any]:
@@ -132,11 +137,12 @@ class _Search:
             recompute=architecture.layers,
             loss=loss,
             loss_chunk_tokens=rows,
-            packing=config.data.packing is True,
+            packing=workload.packed or config.data.packing is True,
             lora_rank=config.adapter.rank if config.trains_adapter else 0,
             lora_targets=_targets(config),
             lora_dropout=config.adapter.dropout if config.trains_adapter else 0.0,
         )
+        _check_targets(config, architecture, base)
         return cls(
             config=config,
             architecture=architecture,
@@ -368,6 +374,20 @@ def _targets(config: RunConfig) -> tuple[str, ...]:
     if not config.trains_adapter:
         return ()
     return ("all-linear",) if config.adapter.targets == "all-linear" else config.adapter.targets
+
+
+def _check_targets(config: RunConfig, architecture: Architecture, base: Plan) -> None:
+    """Adapter targets are module names; those that match nothing are refused."""
+    if not base.lora_rank or base.lora_targets == ("all-linear",):
+        return
+    names = {linear.name for layer in range(architecture.layers) for linear in architecture.linears(layer)}
+    there = {name.rpartition(".")[2] for name in base.lora_targets} & names
+    if not there:
+        raise _refused(
+            "adapter.targets",
+            f"{', '.join(base.lora_targets)} matches 0 of the linear layers of {architecture.name}",
+            f"Choose all-linear, or from: {', '.join(sorted(names))}.",
+        )
 
 
 # --- reasons ---------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from vramfit.hardware.devices import Device
 from vramfit.models.architecture import Architecture
 from vramfit.planning.memory import adapter_params, formats_of, trained_params, usual_block
 from vramfit.planning.plan import Plan, SpeedEstimate, Workload
+from vramfit.units import MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,8 @@ class Efficiency:
     """How much of a device's dense rate matrix products reach, and its small costs.
 
     best x tokens / (tokens + half_tokens) x width / (width + half_width): a product needs rows to fill all units, and
-    width to amortise reading them. `launch_seconds` is what one kernel costs the host.
+    width to amortise reading them. `launch_seconds` is what one kernel costs the host; `cache_bytes`, on a CPU, what of a
+    block's weights its caches hold.
     """
 
     best: float
@@ -30,6 +32,7 @@ class Efficiency:
     half_width: float
     launch_seconds: float
     overlaps_launches: bool
+    cache_bytes: float = 0.0
 
 
 RateSource = Literal["catalogue", "measured", "assumed"]
@@ -38,9 +41,12 @@ CARD: Final = Efficiency(best=0.8, half_tokens=256, half_width=256, launch_secon
 """Cards: 72 % of the dense rate is the best known of a whole training on a 4090 (7B, fused kernels); large products
 alone reach about 80 %. Launches: an eager PyTorch operation costs the host 5 to 10 microseconds."""
 
-CPU: Final = Efficiency(best=0.62, half_tokens=16, half_width=32, launch_seconds=12e-6, overlaps_launches=False)
-"""CPU: element-wise work is folded in. Fitted to nothing but two measurements on two cores: an 18.7 M Llama at
-483 tokens/s and LoRA of SmolLM2-135M at 79 tokens/s, both 40 to 55 GFLOP/s."""
+CPU: Final = Efficiency(
+    best=0.82, half_tokens=16, half_width=8, launch_seconds=12e-6, overlaps_launches=False, cache_bytes=4 * MIB
+)
+"""CPU: element-wise work is folded in. A block whose weights leave the cache is read from RAM again and again, and then
+products reach up to 40 % less. Three measurements on two cores agree within a third: the starter (2 x 128 wide) about
+70 GFLOP/s, an 18.7 M Llama 50 (483 tokens/s), LoRA of SmolLM2-135M 45 (79 tokens/s), of about 90 that products reach."""
 
 ASSUMED_FLOPS: Final = {"fp32": 10e12, "bf16": 25e12, "fp16": 25e12}
 ASSUMED_BANDWIDTH: Final = 300e9
@@ -73,7 +79,7 @@ def estimate_speed(
     flops = tokens * flops_per_token(architecture, plan, length=padded, trained_share=workload.trained_share)
     per_pass = plan.micro_batch * padded
     rate, source = dense_rate(plan, device)
-    compute = flops / (rate * _achieved(efficiency, per_pass, architecture.hidden_size))
+    compute = flops / (rate * _achieved(efficiency, per_pass, architecture))
     memory = 0.0 if device.kind == "cpu" else tokens * _traffic_per_token(architecture, plan) / _bandwidth(device)
     launches = plan.accumulation * _kernels(architecture, plan) * efficiency.launch_seconds
     if efficiency.overlaps_launches:
@@ -115,15 +121,16 @@ def _attended(architecture: Architecture, length: float) -> float:
 def padded_length(plan: Plan, workload: Workload) -> float:
     """Tokens a sequence takes in its micro-batch, padding included.
 
-    Rows are padded to the longest of the micro-batch. Where only mean and longest are known, the expected longest of m
-    is taken as mean + (longest - mean) (m - 1) / (m + 3): 0 for one, half the way for five.
+    The n sequences of a step are sorted by length and cut into micro-batches of m, each padded to its longest. With
+    lengths spread evenly around the mean, the expected longest of n is mean + (longest - mean) (n - 1) / (n + 3), and
+    the mean padding of a micro-batch (m - 1) / (n - 1) of that distance.
     """
     longest = min(plan.max_length, workload.longest_tokens)
     mean = min(workload.mean_tokens, longest)
     if plan.packing:
         return mean
-    rows = plan.micro_batch
-    return mean + (longest - mean) * (rows - 1) / (rows + 3)
+    sequences = plan.micro_batch * plan.accumulation
+    return mean + (longest - mean) * (plan.micro_batch - 1) / (sequences + 3)
 
 
 def dense_rate(plan: Plan, device: Device) -> tuple[float, RateSource]:
@@ -142,8 +149,11 @@ def _bandwidth(device: Device) -> float:
     return ASSUMED_RAM_BANDWIDTH if device.kind == "cpu" else ASSUMED_BANDWIDTH
 
 
-def _achieved(efficiency: Efficiency, tokens: float, width: int) -> float:
-    return efficiency.best * tokens / (tokens + efficiency.half_tokens) * width / (width + efficiency.half_width)
+def _achieved(efficiency: Efficiency, tokens: float, architecture: Architecture) -> float:
+    width, block = architecture.hidden_size, 4.0 * architecture.block_params
+    outside = 0.4 * block / (block + efficiency.cache_bytes) if efficiency.cache_bytes else 0.0
+    filled = tokens / (tokens + efficiency.half_tokens) * width / (width + efficiency.half_width)
+    return efficiency.best * (1 - outside) * filled
 
 
 def _traffic_per_token(architecture: Architecture, plan: Plan) -> float:

@@ -213,6 +213,23 @@ def test_steps_are_counted_as_the_training_counts_them(schedule: dict[str, Any],
     assert total_steps(wish(schedule=schedule), LONG) == steps
 
 
+def test_steps_are_those_of_the_step_order() -> None:
+    from vramfit.data.batches import StepOrder
+
+    for sequences in (1, 7, 100, 1001):
+        for per_step in (1, 4, 16, 2000):
+            for epochs in (0.1, 0.5, 1, 1.7, 3):
+                order = StepOrder([1] * sequences, sequences_per_step=per_step, seed=0, epochs=epochs)
+                schedule = {"epochs": epochs, "sequences_per_step": per_step}
+                workload = Workload(sequences=sequences, mean_tokens=1, longest_tokens=1)
+                assert total_steps(wish(schedule=schedule), workload) == order.total_steps
+
+
+def test_adapter_targets_that_match_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"adapter\.targets.*query_key_value matches 0"):
+        forecast(wish(adapter={"targets": ["query_key_value"]}))
+
+
 def test_a_plan_is_plain_values_with_reasons() -> None:
     values = json.loads(json.dumps(plan_json(forecast(wish()))))
 
@@ -231,12 +248,9 @@ def seconds_to_plan(architecture: Architecture, machine: Machine) -> float:
 
 def test_planning_any_known_model_takes_under_50_milliseconds() -> None:
     machine = machine_with("A100")
-    slowest = max(
-        min(seconds_to_plan(model(name), machine) for _ in range(3))  # the garbage collector may come between
-        for name in catalogue.known()
-    )
-
-    assert slowest < 0.05
+    slow = [name for name in catalogue.known() if seconds_to_plan(model(name), machine) > 0.05]
+    # Once more, because the garbage collector or another process may have come between.
+    assert [name for name in slow if seconds_to_plan(model(name), machine) > 0.05] == []
 
 
 def test_planning_imports_no_torch() -> None:

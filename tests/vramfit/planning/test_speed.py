@@ -117,7 +117,9 @@ def test_an_unknown_card_is_answered_with_an_assumption(plan: Callable[..., Plan
 
 def test_padding_grows_with_the_rows_of_a_micro_batch(plan: Callable[..., Plan]) -> None:
     workload = Workload(sequences=100, mean_tokens=50, longest_tokens=120)
+    padded = [padded_length(plan(micro_batch=rows, accumulation=16 // rows), workload) for rows in (1, 4, 16)]
 
-    assert padded_length(plan(micro_batch=1), workload) == 50
-    assert 50 < padded_length(plan(micro_batch=4), workload) < padded_length(plan(micro_batch=16), workload) < 120
+    assert padded[0] == 50
+    assert padded == sorted(padded)
+    assert padded[2] < 120
     assert padded_length(plan(micro_batch=16, packing=True), workload) == 50
