@@ -143,7 +143,8 @@ def report_json(
         return {**_survey_part(found), **_no_tokens(), "examples": _text_examples(paths, options)}
     from vramfit.data.prepare import prepare
 
-    lenient = choice.model_copy(update={"bad_rows": "skip"})
+    # The whole data set is looked at: nothing is held out, nothing stops at a bad row.
+    lenient = choice.model_copy(update={"bad_rows": "skip", "eval_share": 0.0})
     prepared = prepare(
         lenient, tokenizer=tokenizer, max_length=max_length or DEFAULT_MAX_LENGTH, seed=seed, cache=cache
     )
@@ -159,7 +160,6 @@ def report_json(
         "max_length": report.max_length,
         "rows_used": report.rows_used,
         "sequences": report.train_sequences,
-        "held_out_sequences": report.held_out_sequences,
         "packed": report.packed,
         "default_template": report.default_template,
         "examples": example_views(prepared, tokenizer),

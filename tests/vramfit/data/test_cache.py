@@ -74,9 +74,8 @@ def test_the_key_depends_on_everything(make_tokenizer: Any) -> None:
     assert cache.cache_key({"a": 1}) == cache.cache_key({"a": 1})
     assert cache.cache_key({"a": 1}) != cache.cache_key({"a": 2})
     plain = make_tokenizer()
-    hashes = {cache.tokenizer_hash(tokenizer) for tokenizer in (
-        plain, make_tokenizer(template="{{ messages }}"), make_tokenizer(bos="<s>"), make_tokenizer(eos="</s>"))}  # fmt: skip
-    assert len(hashes) == 4
+    others = [make_tokenizer(template="{{ messages }}"), make_tokenizer(bos="<s>"), make_tokenizer(eos="</s>")]
+    assert len({cache.tokenizer_hash(tokenizer) for tokenizer in (plain, *others)}) == 4
     before = cache.tokenizer_hash(plain)
     plain("hello", truncation=True, max_length=1)
     assert cache.tokenizer_hash(plain) == before

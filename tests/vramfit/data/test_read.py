@@ -134,8 +134,13 @@ def test_a_mapping_is_checked_against_every_file(write_rows: Write) -> None:
         open_sources([write_rows([PAIR])], ReadOptions(columns={"text": "foo"}))
 
 
-@pytest.mark.parametrize("content", [b"\x00" * 100, b"\xff" * 100, b"{" * 100_000, b"[" * 100_000, b'{"a":' * 50_000,
-                                     b'"', b",,,\n,,\n", b"\n\n\n", b"\xef\xbb\xbf", b"\xff\xfe", b"[1, 2]", b"{}"])  # fmt: skip
+HOSTILE = [
+    b"\x00" * 100, b"\xff" * 100, b"{" * 100_000, b"[" * 100_000, b'{"a":' * 50_000, b'"', b",,,\n,,\n", b"\n\n\n",
+    b"\xef\xbb\xbf", b"\xff\xfe", b"[1, 2]", b"{}", b"[]\n[]", b"{}\n{}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", HOSTILE)
 def test_hostile_files_are_refused_or_read_and_never_crash(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "data"
     path.write_bytes(content)
