@@ -125,6 +125,7 @@ def _index() -> dict[tuple[str, ...], Card]:
 def _words(name: str) -> tuple[str, ...]:
     """A name without trademark signs, vendor words and punctuation, so that spelling does not matter."""
     plain = re.sub(r"\((r|tm|c)\)", " ", name.lower())
+    plain = re.sub(r"\b(rtx|rx)(\d)", r"\1 \2", plain)
     plain = re.sub(r"(\d)\s+(gb|gib)\b", r"\1gb", plain)
     words = re.findall(r"[a-z0-9]+", plain)
     return tuple(sorted(word for word in words if word not in _VENDOR_WORDS))

@@ -439,7 +439,7 @@ def _batch_choice(config: RunConfig, found: _Candidate) -> Choice:
     else:
         reason = (
             f"{plan.micro_batch} at a time, {plan.accumulation} times, make a step of {sequences} sequences: more at a "
-            "time would not be faster by 2 %, or not fit"
+            "time would not fit, or be less than 2 % faster"
         )
     return Choice(setting="micro-batch", value=value, reason=reason, fixed=fixed)
 
@@ -469,6 +469,8 @@ def _loss_choice(config: RunConfig, plan: Plan, architecture: Architecture, work
         reason = "You set it"
     elif plan.loss == "full":
         reason = f"{architecture.family} changes its logits after the head, so its own forward makes them: {whole}"
+    elif tokens <= plan.loss_chunk_tokens:
+        reason = "All logits of a micro-batch are one small chunk, whose gradient is taken at once"
     else:
         reason = f"At most {plan.loss_chunk_tokens} rows of logits are there at once, instead of {whole} for all"
     return Choice(setting="loss", value=plan.loss, reason=reason, fixed=fixed)

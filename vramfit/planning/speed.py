@@ -23,8 +23,8 @@ class Efficiency:
     """How much of a device's dense rate matrix products reach, and its small costs.
 
     best x tokens / (tokens + half_tokens) x width / (width + half_width): a product needs rows to fill all units, and
-    width to amortise reading them. `launch_seconds` is what one kernel costs the host; `cache_bytes`, on a CPU, what of a
-    block's weights its caches hold.
+    width to amortise reading them. `launch_seconds` is what one kernel costs the host; `cache_bytes`, on a CPU, what
+    of a block's weights its caches hold.
     """
 
     best: float
@@ -44,9 +44,9 @@ alone reach about 80 %. Launches: an eager PyTorch operation costs the host 5 to
 CPU: Final = Efficiency(
     best=0.82, half_tokens=16, half_width=8, launch_seconds=12e-6, overlaps_launches=False, cache_bytes=4 * MIB
 )
-"""CPU: element-wise work is folded in. A block whose weights leave the cache is read from RAM again and again, and then
-products reach up to 40 % less. Three measurements on two cores agree within a third: the starter (2 x 128 wide) about
-70 GFLOP/s, an 18.7 M Llama 50 (483 tokens/s), LoRA of SmolLM2-135M 45 (79 tokens/s), of about 90 that products reach."""
+"""CPU: element-wise work is folded in. A block whose weights leave the cache is read from RAM again and again, and
+products then reach up to 40 % less. Three measurements on two cores agree within a third: the starter (2 x 128 wide)
+about 70 GFLOP/s, an 18.7 M Llama 50 (483 tokens/s), LoRA of SmolLM2-135M 45 (79 tokens/s), where products reach 90."""
 
 ASSUMED_FLOPS: Final = {"fp32": 10e12, "bf16": 25e12, "fp16": 25e12}
 ASSUMED_BANDWIDTH: Final = 300e9

@@ -18,6 +18,7 @@ from vramfit.units import GIB
         ("NVIDIA GeForce RTX 4090", "GeForce RTX 4090"),
         ("rtx 4090", "GeForce RTX 4090"),
         ("4090", "GeForce RTX 4090"),
+        ("RTX3090", "GeForce RTX 3090"),
         ("NVIDIA A100-SXM4-80GB", "A100 80GB (SXM4/PCIe)"),
         ("NVIDIA A100 80GB PCIe", "A100 80GB (SXM4/PCIe)"),
         ("NVIDIA A100-PCIE-40GB", "A100 PCIe 40GB"),
