@@ -9,6 +9,7 @@ step (the optimizer's states exist then). Prints predicted / measured for each c
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 from dataclasses import dataclass, replace
@@ -134,6 +135,7 @@ def measured(case: Case) -> int:
     executor = ResidentExecutor(model, plan=case.plan, optimizer=optimizer)
     batches = [_batch(case.plan, config.vocab_size) for _ in range(case.plan.accumulation)]
     executor.step(batches, learning_rate=1e-4)
+    gc.collect()  # what the case before left behind would be freed inside the measurement
     executor._peak = PeakMeter(model, optimizer, torch.device("cpu"))
     executor.step(batches, learning_rate=1e-4)
     return executor.memory()[0]
