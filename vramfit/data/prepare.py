@@ -21,7 +21,7 @@ from vramfit.config import STARTER_QUESTIONS, STARTER_STORIES, DataChoice
 from vramfit.data import cache as disk
 from vramfit.data.conversations import Encoder, Example
 from vramfit.data.packing import pack
-from vramfit.data.read import ReadOptions, Source, Survey, content_hash, open_sources, survey_sources
+from vramfit.data.read import ReadOptions, Source, Survey, content_hash, open_sources, packs_by_itself, survey_sources
 from vramfit.data.report import LengthSummary, Report, survey_from_json, survey_to_json
 from vramfit.data.rows import Row, rows_of
 from vramfit.data.shapes import Conversation, Document, Dropped
@@ -74,7 +74,8 @@ def prepare(
 ) -> PreparedData:
     """Read, tokenise, hold out and pack what `choice` names. Raises DataError with the reason when nothing is left.
 
-    `progress(done, total)` counts rows. A tokenizer without chat template is given the default one when it is needed.
+    `progress(done, total)` counts rows; the total is 0 until the first pass has counted them. A tokenizer without
+    chat template is given the default one when it is needed.
     """
     started = time.perf_counter()
     options = ReadOptions.of(choice)
@@ -91,6 +92,7 @@ def prepare(
         # A changed or damaged entry whose arrays still fit each other must not train something else.
         if _fingerprint(prepared.train, prepared.held_out) == prepared.fingerprint:
             return prepared
+    progress(0, 0)
     found = survey_sources(sources)
     if found.bad and choice.bad_rows == "stop":
         raise found.bad[0].error()
@@ -300,7 +302,7 @@ class _Preparation:
         """
         if self.choice.packing != "auto":
             return bool(self.choice.packing)
-        return self.found.documents and 2 * float(np.median(self.lengths)) <= self.max_length
+        return packs_by_itself(self.found, float(np.median(self.lengths)), self.max_length)
 
     def _report(self, train: list[Example], held_out: list[Example], *, sequences: int, packing: bool) -> Report:
         tokens = sum(len(example) for example in train)
@@ -332,6 +334,8 @@ class _Preparation:
         return report
 
     def _warnings(self, report: Report) -> Iterator[str]:
+        if self.found.documents and self.choice.trained_on in ("assistant", "last"):
+            yield "Plain text has no assistant turns, so all of it is learned."
         if report.dropped_share > DROPPED_SHARE_TO_WARN:
             yield f"{report.dropped_share:.0%} of the rows are not used; look at the reasons before you start."
         if report.truncated_rows:

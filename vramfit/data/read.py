@@ -304,16 +304,26 @@ def _quantiles(sizes: array[int]) -> tuple[int, ...]:
     return tuple(int(value) for value in np.quantile(values, np.linspace(0, 1, 101), method="nearest"))
 
 
-def guess_workload(survey: Survey, max_length: int, *, packing: bool = False, eval_share: float = 0.0) -> Workload:
+def packs_by_itself(survey: Survey, median_tokens: float, max_length: int) -> bool:
+    """What packing="auto" means: documents are packed that would leave most of a sequence empty (see prepare.py)."""
+    return survey.documents and 2 * median_tokens <= max_length
+
+
+def guess_workload(
+    survey: Survey, max_length: int, *, packing: bool | Literal["auto"] = "auto", eval_share: float = 0.0
+) -> Workload:
     """How much there is to train before a tokenizer has seen it: tokens from bytes (see BYTES_PER_TOKEN).
 
-    `max_length` cuts rows; text files and packed documents are spread over blocks of that length instead.
+    `max_length` cuts rows; text files and packed documents are spread over blocks of that length instead. Packing
+    and `eval_share` are meant as in DataChoice.
     """
     around = TURN_TOKENS * survey.mean_turns + 1
     lengths = [size / BYTES_PER_TOKEN + around for size in survey.row_bytes]
     rows = max(round(survey.rows * (1 - eval_share)), 1)
     mean = sum(lengths) / len(lengths)
     trained = max(min(survey.trained_share, 1.0), 0.01)
+    if packing == "auto":
+        packing = packs_by_itself(survey, lengths[len(lengths) // 2], max_length)
     if survey.documents and (packing or survey.format.startswith("text")):
         tokens = rows * mean
         blocks = max(round(tokens / max_length + 0.5), 1) if packing else sum(-(-n // max_length) for n in lengths)

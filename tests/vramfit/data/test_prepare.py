@@ -251,7 +251,7 @@ def test_progress_counts_rows(tokenizer: Any, write_rows: Write, tmp_path: Path)
         choice, tokenizer=tokenizer, max_length=64, seed=1, cache=tmp_path / "c",
         progress=lambda done, total: seen.append((done, total)),
     )  # fmt: skip
-    assert seen == [(0, 2500), (1000, 2500), (2000, 2500), (2500, 2500)]
+    assert seen == [(0, 0), (0, 2500), (1000, 2500), (2000, 2500), (2500, 2500)]
 
 
 def test_several_files_are_one_data_set(run: Any, write_rows: Write) -> None:

@@ -101,14 +101,15 @@ def test_the_encoding_can_be_set(tmp_path: Path) -> None:
 
 def test_guessing_the_work(write_rows: Write, tmp_path: Path) -> None:
     found = survey([write_rows([{"text": "word " * 80}] * 10)])
-    work = guess_workload(found, 2048)
+    work = guess_workload(found, 150)
     assert (work.sequences, work.exact, work.trained_share) == (10, False, 1.0)
     assert 80 <= work.mean_tokens <= 120
     assert guess_workload(found, 50).longest_tokens == 50
-    packed = guess_workload(found, 512, packing=True)
+    assert guess_workload(found, 2048, packing=False).sequences == 10
+    packed = guess_workload(found, 512)
     assert packed.sequences == 2
     assert packed.mean_tokens <= 512
-    assert guess_workload(found, 2048, eval_share=0.2).sequences == 8
+    assert guess_workload(found, 150, eval_share=0.2).sequences == 8
     book = tmp_path / "book.txt"
     book.write_text("word " * 8000, encoding="utf-8")
     spread = guess_workload(survey([book]), 1000)

@@ -10,7 +10,7 @@ import pytest
 
 from vramfit.config import DataChoice
 from vramfit.data.prepare import prepare
-from vramfit.data.read import ReadOptions, open_sources, survey
+from vramfit.data.read import ReadOptions, guess_workload, open_sources, survey
 from vramfit.data.rows import Row, rows_of
 
 SETS = {
@@ -84,6 +84,16 @@ def test_the_mask_covers_exactly_the_answers(reference_data: Path, smollm2: Any,
             assert one.endswith("<|im_end|>")
             said = one.removesuffix("<|im_end|>")
             assert said == other or json.loads(said) == json.loads(other)  # calls are written anew as JSON
+
+
+@pytest.mark.parametrize("name", ["alpaca_en_demo.json", "glaive_toolcall_en_demo.json", "wiki_demo.txt"])
+def test_the_guess_before_tokenising_is_near(reference_data: Path, smollm2: Any, tmp_path: Path, name: str) -> None:
+    choice = DataChoice(paths=(str(reference_data / "datasets" / name),), eval_share=0.0)
+    exact = prepare(choice, tokenizer=smollm2, max_length=512, seed=1, cache=tmp_path).workload
+    guess = guess_workload(survey(choice.paths), 512, packing=choice.packing)
+    assert guess.sequences == pytest.approx(exact.sequences, rel=0.15)
+    assert guess.mean_tokens == pytest.approx(exact.mean_tokens, rel=0.15)
+    assert guess.longest_tokens == exact.longest_tokens == 512
 
 
 def test_a_wiki_article_ends_in_one_end_token(reference_data: Path, smollm2: Any, tmp_path: Path) -> None:
