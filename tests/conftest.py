@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from vramfit.engine.threads import let_threads_sleep
+
+let_threads_sleep()  # before any test imports torch
+
 ROOT = Path(__file__).parent.parent
 CACHE = Path(os.environ.get("VRAMFIT_TEST_CACHE", ROOT / ".cache"))
 

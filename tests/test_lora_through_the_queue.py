@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from jobs import processes
 from jobs.job import Job
 from jobs.store import Store
 from vramfit.config import RunConfig
@@ -20,6 +21,8 @@ from vramfit.models.load import load_model
 from vramfit.planning.plan import Workload
 from vramfit.planning.planner import forecast_run
 from vramfit.training import checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 280
@@ -61,8 +64,11 @@ def finished(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Ite
                 time.sleep(0.5)
             yield store, store.job(job)
         finally:
+            owner = store.job(job).owner  # a trainer outlives its supervisor: that is the design
             supervisor.terminate()
             supervisor.wait(20)
+            if owner is not None:
+                processes.kill(owner)
 
 
 def test_the_run_succeeds_and_the_held_out_loss_falls(finished: tuple[Store, Job]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from vramfit import __version__
 from vramfit.commands import data, estimate, plan, train
 from vramfit.console import use_utf8
+from vramfit.engine.threads import let_threads_sleep
 from vramfit.errors import UserError
 
 GOOD, OUR_FAULT, WRONG_INPUT = 0, 1, 2
@@ -63,4 +64,5 @@ def _parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     use_utf8()
+    let_threads_sleep()
     sys.exit(main())

@@ -105,11 +105,9 @@ def workload_of(config: RunConfig, *, max_length: int) -> Workload:
     starter = [path for path in config.data.paths if path.startswith("starter:")]
     if starter:
         return corpus_workload(starter[0])
-    found = survey(
-        [Path(path) for path in config.data.paths],
-        ReadOptions(encoding=config.data.encoding, bad_rows=config.data.bad_rows, columns=config.data.columns),
-    )
-    return guess_workload(found, max_length)
+    choice = config.data
+    found = survey([Path(path) for path in choice.paths], ReadOptions.of(choice))
+    return guess_workload(found, max_length, packing=choice.packing, eval_share=choice.eval_share)
 
 
 def _put(values: dict[str, Any], setting: str, value: Any) -> None:

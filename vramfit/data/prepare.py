@@ -59,6 +59,7 @@ class PreparedData:
             mean_tokens=total / len(lengths),
             longest_tokens=max(lengths),
             trained_share=sum(example.trained_tokens for example in self.train) / total,
+            packed=self.report.packed,
             exact=True,
         )
 

@@ -242,6 +242,7 @@ class _ChunkedSum(torch.autograd.Function):
                 grad_hidden[part] = narrow @ cast_weight
             if grad_weight is not None:
                 _add_product(grad_weight, narrow, chunk)
+            del logits, gradient, narrow  # or they would live until the next chunk's have been made
         ctx.scale = scale
         ctx.gradients = (
             grad_hidden,

@@ -31,9 +31,6 @@ _Value = TypeVar("_Value")
 BYTES: Final = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "nf4": 0.5 + 1 / 64 + 4 / 16384}
 """Bytes per stored weight. nf4, doubly quantised: 4 bits, an 8-bit scale per 64 weights, an fp32 per 256 scales."""
 
-_OLD_CHUNK: Final = {"fp32": 4.0, "bf16": 6.0, "fp16": 6.0}
-"""Bytes per entry of the chunk before, which the chunked loss holds until the next has replaced it."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
@@ -289,10 +286,9 @@ class _Work:
         """(logits with all that is made of them, gradients made with them) at the worst moment of the loss.
 
         full: log-softmax 4, the gradient of the picked entries 4, the gradient of the logits 4 = 12 bytes per entry.
-        chunked: logits 4 and a temporary of logsumexp 4 per entry of a chunk, while what was made of the chunk before
-        is still there (fp32 gradient 4, its 16-bit form); fused: one buffer of 4. Both with the hidden state's
-        gradient, and the head's when it trains. A family that changes its logits makes them for all positions in its
-        own way.
+        chunked: logits 4 and a temporary of logsumexp 4 per entry of a chunk; fused: one buffer of 4. Both with the
+        hidden state's gradient, and the head's when it trains. A family that changes its logits makes them for all
+        positions in its own way.
         """
         vocab, hidden = self.architecture.vocab_size, self.architecture.hidden_size
         if self.plan.loss == "full":
@@ -300,7 +296,7 @@ class _Work:
             return (12.0 + extra) * self.tokens * vocab, 0.0
         rows = min(self.tokens, self.plan.loss_chunk_tokens or self.tokens)
         picked = float(self.formats.residual * hidden * self.tokens)
-        entry = 8.0 + (_OLD_CHUNK[self.plan.compute] if rows < self.tokens else 0.0)
+        entry = 8.0
         if self.plan.loss == "fused" and self.plan.compute == "fp32":  # torch's own kernel; in 16 bits we chunk
             entry = 4.0
         return entry * rows * vocab + picked, self.head_gradient

@@ -331,7 +331,7 @@ _say(
     obstacle="gate",
 )
 
-# Said with the trait, so that the end of the story has not to look back to its first line alone.
+# Said with the trait, so that the end of the story need not look back to its first line alone.
 _say(
     "sorrow",
     "The {trait} {kind} sat down and cried.",
@@ -439,36 +439,36 @@ _say("help", "The {helper} got over the wall and opened the gate from inside.", 
 # The wish comes true.
 _say(
     "joy",
-    "{name} held the {thing} tight and ran back to {back}.",
-    "Full of joy, {name} carried the {thing} home to {back}.",
-    "{name} laughed and danced with the {thing} all the way to {back}.",
+    "{name} held the {thing} tight and ran home.",
+    "Full of joy, {name} carried the {thing} home.",
+    "{name} laughed and danced with the {thing} all the way home.",
     wish="lost",
 )
 _say(
     "joy",
     "{name} brought the {thing} to {her} {relative}, and soon {rel_she} was well again.",
-    "{name} ran home to {back} with the {thing}, and {her} {relative} got well.",
+    "{name} ran home with the {thing}, and {her} {relative} got well.",
     wish="gift",
     occasion="ill",
 )
 _say(
     "joy",
     "{name} gave the {thing} to {her} {relative}, and it was the best birthday of all.",
-    "{name} ran home to {back} with the {thing}, and {her} {relative} had a wonderful birthday.",
+    "{name} ran home with the {thing}, and {her} {relative} had a wonderful birthday.",
     wish="gift",
     occasion="birthday",
 )
 _say(
     "joy",
     "{name} gave the {thing} to {her} {relative}, and {rel_she} smiled again.",
-    "{name} ran home to {back} with the {thing}, and {her} {relative} laughed for joy.",
+    "{name} ran home with the {thing}, and {her} {relative} laughed for joy.",
     wish="gift",
     occasion="sad",
 )
 _say(
     "joy",
-    "{name} ran home to {back} and made the {product}. Everyone at the {event} loved it.",
-    "So {name} made the {product}, and at the {event} there was nothing finer.",
+    "{name} ran home and made the {product}. Everyone loved it.",
+    "So {name} made the {product}, and nobody had ever seen a finer one.",
     wish="make",
 )
 _say("joy", "At last {name} swam all the way across the pond.", obstacle="swim")
@@ -504,7 +504,6 @@ _say(
     "To say thank you, {name} sang a song for the {helper}.",
     "To say thank you, {name} gave the {helper} a big hug.",
     "To say thank you, {name} shared {her} supper with the {helper}.",
-    "To say thank you, {name} invited the {helper} to {back}.",
     mode="ask",
 )
 

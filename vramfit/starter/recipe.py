@@ -5,8 +5,8 @@ from __future__ import annotations
 from vramfit.config import STARTER_MODEL, STARTER_QUESTIONS, STARTER_STORIES, RunConfig
 from vramfit.starter.questions import chats
 
-STORY_TOKENS = 208
-"""Longer than every story of the corpus (the longest has 202 tokens with its end), so that none is cut."""
+STORY_TOKENS = 200
+"""Longer than every story of the corpus (the longest has 197 tokens with its end), so that none is cut."""
 
 CHAT_TOKENS = 256
 PROMPT_SEED = 4_711
@@ -29,7 +29,7 @@ def starter_run() -> RunConfig:
                 "beta2": 0.99,
             },
             "output": {
-                "prompts": ["Once there was a shy little fox named Mia.", "Long ago, a brave boy named Leo lived"],
+                "prompts": ["Once there was a shy fox named Mia.", "Long ago, a brave boy named Leo lived"],
                 "sample_tokens": STORY_TOKENS,
                 "evaluate_every": 290,
                 "checkpoint_every": 725,
@@ -49,7 +49,7 @@ def questions_run(model_folder: str) -> RunConfig:
             "adapter": {"rank": 16, "targets": "all-linear"},
             "schedule": {"max_steps": 360, "sequences_per_step": 8, "learning_rate": 5e-3, "beta2": 0.99},
             "output": {
-                "prompts": [_question(), "Tell me a story about a shy little fox named Mia."],
+                "prompts": [_question(), "Tell me a story about a shy fox named Mia."],
                 "sample_tokens": STORY_TOKENS,
                 "evaluate_every": 60,
             },

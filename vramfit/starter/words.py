@@ -22,14 +22,14 @@ PRONOUNS = {
 """The hero's pronouns by slot; the slot is named by the feminine form (`him` is the object form)."""
 
 KINDS = (
-    "little fox",
-    "young bear",
-    "small rabbit",
-    "little hedgehog",
-    "young goat",
-    "small mouse",
-    "little squirrel",
-    "young badger",
+    "fox",
+    "bear",
+    "rabbit",
+    "hedgehog",
+    "goat",
+    "mouse",
+    "squirrel",
+    "badger",
 )
 """What a hero can be beside a girl or a boy. None of them is a helper, so no one is helped by their own kind."""
 

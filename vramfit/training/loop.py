@@ -95,7 +95,7 @@ def train(
     optimizer = build_optimizer(model, config.schedule, plan)
     executor = ResidentExecutor(model, plan=plan, optimizer=optimizer, max_grad_norm=config.schedule.max_grad_norm)
     run = _Run(config=config, plan=plan, data=data, order=order, executor=executor, recorder=recorder, folder=folder)
-    run.report_forecast(forecast)
+    run.report_preparation(forecast)
 
     done = run.resume() if resume else 0
     if done == 0:
@@ -294,8 +294,18 @@ class _Run:
         print(message, flush=True)
         self.recorder.event(Event(time=time.time(), level=level, kind=kind, message=message, step=step))
 
-    def report_forecast(self, forecast: Forecast) -> None:
-        """Say in the log what was decided and why."""
+    def report_preparation(self, forecast: Forecast) -> None:
+        """What the data holds and what was decided, with reasons: warnings for the page, all of it for the log."""
+        report = self.data.report
+        print(
+            f"data: {report.rows} rows, {report.rows_used} used, {len(self.data.train)} sequences to train on, "
+            f"{len(self.data.held_out)} held out, {report.trained_tokens} trained tokens",
+            flush=True,
+        )
+        for note in dict.fromkeys([*self.data.survey.warnings, *report.notes]):
+            self._say("info", "data", note)
+        if self.executor.loss_reason:
+            self._say("info", "loss", f"Loss {self.executor.loss_kind}: {self.executor.loss_reason}.")
         for choice in forecast.plan.reasons:
             print(f"{choice.setting} = {choice.value}: {choice.reason}", flush=True)
         print(
