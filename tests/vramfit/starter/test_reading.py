@@ -36,7 +36,7 @@ def test_a_name_of_the_other_pronoun_contradicts(told: list[Story]) -> None:
 
 
 def test_a_changed_place_contradicts(told: list[Story]) -> None:
-    returned = [story for story in told if f"to {story.facts['back']}" in story.text]
+    returned = [story for story in told if f"near {story.facts['back']}" in story.text]
     assert len(returned) > 100
     for story in returned:
         homes = list(words.HOMES)
