@@ -181,11 +181,10 @@ class NewRun:
 
     def _listen(self) -> None:
         quick: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
-        changes = [
-            widget.input if isinstance(widget, gr.Textbox) else widget.change for widget in self.widgets.values()
-        ]
+        # `change` and not `input`: a text box's `input` is only sent for keys, not for a paste with the mouse.
+        changes = [widget.change for widget in (*self.widgets.values(), self.data_choice)]
         gr.on(
-            [*changes, self.data_choice.change],
+            changes,
             self._guard(self.on_change, self.answer),
             inputs=self.inputs,
             outputs=[self.estimate, self.start, self.own],

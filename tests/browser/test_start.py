@@ -1,0 +1,41 @@
+"""First light: Start, with nothing else touched, trains a real model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from playwright.sync_api import Page, expect
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
+
+TRAINED_S = 780
+
+
+def test_start_untouched_trains_the_starter_to_the_end(page: Page, fresh: object, see: Callable[..., None]) -> None:
+    page.goto(fresh.url)
+    expect(page.locator("#start")).to_be_enabled()
+    page.wait_for_timeout(3000)
+    clicked = time.perf_counter()
+    page.dblclick("#start")
+    phase = page.locator(".vf-phase")
+    expect(phase).to_be_visible()
+    expect(phase).not_to_have_text("")
+    said = time.perf_counter() - clicked
+    see("Number(document.querySelector('.vf-grid')?.dataset.points ?? 0) > 0", seconds=120)
+    first_point = time.perf_counter() - clicked
+    print(f"\nphase line after {said:.2f} s, first point after {first_point:.1f} s")
+    assert said < 1.0
+    before = int(page.get_attribute(".vf-grid", "data-last-step"))
+    page.wait_for_timeout(3000)
+    assert int(page.get_attribute(".vf-grid", "data-last-step")) > before  # the curves move
+    expect(page.locator(".vf-runhead .vf-badge")).to_have_text("succeeded", timeout=TRAINED_S * 1000)
+    print(f"trained after {time.perf_counter() - clicked:.0f} s")
+    expect(page.locator(".vf-sample-after").first).to_be_visible()
+    words = page.locator(".vf-sample-after p").first.inner_text().split()
+    assert len(words) > 30
+    assert float(page.locator("[data-tile=loss] dd").inner_text()) < 2.0
+    expect(page.locator(".vf-export code")).to_contain_text("export")
+    page.click(".vf-nav [data-page=runs]")
+    expect(page.locator(".vf-row[data-run]")).to_have_count(1)  # the double click made one run
