@@ -19,7 +19,7 @@
     return plotlyLoading;
   };
   if (VF.place().page === "monitor") plotly().catch(() => {});
-  else window.addEventListener("load", () => setTimeout(() => plotly().catch(() => {}), 2500));
+  else setTimeout(() => plotly().catch(() => {}), 2500);
 
   // ---- one chart -----------------------------------------------------------------------------------------------
   class Chart {
