@@ -1,5 +1,9 @@
 """The starter's data sets as files: stories to learn to write from, and questions about stories to learn to answer.
 
+Every third text of the stories is a story with a question and its answer, as the chat template writes them. A model
+that never saw a question learns the form of an answer from a short fine-tuning, but not to look it up in the story; and
+looking things up keeps its own stories consistent. A plain prompt is still continued as a plain story.
+
 Made at first use, the same bytes on every machine, kept in the cache under a name that follows the code that made them.
 """
 
@@ -15,11 +19,14 @@ from vramfit.config import STARTER_QUESTIONS, STARTER_STORIES
 from vramfit.errors import DataError
 from vramfit.planning.plan import Workload
 from vramfit.starter.kept import keep, starter_key
-from vramfit.starter.questions import chats
+from vramfit.starter.questions import Chat, chats
 from vramfit.starter.stories import stories
+from vramfit.starter.tokenizer import END, START
 
 CORPUS_SEED: Final = 42
 STORIES: Final = 6_000
+PRACTICE_ONE_IN: Final = 3
+PRACTICE_SEED: Final = 43
 CHATS: Final = 3_000
 
 
@@ -34,7 +41,7 @@ class Counted:
 
 
 COUNTED: Final = {
-    STARTER_STORIES: Counted(rows=STORIES, tokens=981_647, trained_tokens=975_647, longest=197),
+    STARTER_STORIES: Counted(rows=STORIES, tokens=1_027_903, trained_tokens=1_021_903, longest=222),
     STARTER_QUESTIONS: Counted(rows=CHATS, tokens=564_039, trained_tokens=83_949, longest=219),
 }
 
@@ -42,10 +49,22 @@ COUNTED: Final = {
 def corpus_rows(source: str) -> Iterator[dict[str, Any]]:
     """The rows of a data set: {"text": story} or {"messages": [...]}. Raises DataError for an unknown source."""
     if source == STARTER_STORIES:
-        return ({"text": story.text} for story in stories(CORPUS_SEED, STORIES))
+        return ({"text": text} for text in _texts())
     if source == STARTER_QUESTIONS:
         return (chat.row for chat in chats(CORPUS_SEED, CHATS))
     raise _unknown(source)
+
+
+def _texts() -> Iterator[str]:
+    told = stories(CORPUS_SEED, STORIES)
+    practice = chats(PRACTICE_SEED, STORIES // PRACTICE_ONE_IN)
+    for number, story in enumerate(told, start=1):
+        yield _as_chat(next(practice)) if number % PRACTICE_ONE_IN == 0 else story.text
+
+
+def _as_chat(chat: Chat) -> str:
+    """The chat as the template writes it, without the last end token: every text of a data set is given that."""
+    return f"{START}user\n{chat.user}{END}\n{START}assistant\n{chat.assistant}"
 
 
 def write_corpus(source: str, cache: Path) -> Path:

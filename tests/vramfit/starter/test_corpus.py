@@ -75,3 +75,14 @@ def test_planning_the_starter_needs_no_torch() -> None:
     )
     root = Path(__file__).parents[3]
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(root)})
+
+
+def test_every_third_text_is_a_question_about_a_new_story() -> None:
+    texts = [row["text"] for row in corpus.corpus_rows(STARTER_STORIES)]
+    told = {text for text in texts if not text.startswith("<|im_start|>user\n")}
+    chats = [text for text in texts if text.startswith("<|im_start|>user\n")]
+    assert len(chats) * corpus.PRACTICE_ONE_IN == len(texts) == len(told) + len(chats)
+    assert all(text.count("<|im_end|>") == 1 and "<|im_start|>assistant\n" in text for text in chats)
+    asked = {row["messages"][0]["content"].split("\n\n")[0] for row in corpus.corpus_rows(STARTER_QUESTIONS)}
+    stories = asked - {content for content in asked if content.startswith("Tell me a story")}
+    assert len(stories) > 2000 and not stories & told
