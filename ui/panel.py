@@ -123,7 +123,7 @@ def serve(host: str, port: int, data_dir: Path, open_browser: bool = True) -> No
 
 
 def bind(host: str, port: int) -> tuple[socket.socket, bool]:
-    """A listening-ready socket at `port` or the next free one after it, and whether `port` itself was taken.
+    """A listening socket at `port` or the next free one after it, and whether `port` itself was taken.
 
     Raises UserError when the address is not this machine's, or no port nearby is free.
     """
@@ -152,6 +152,7 @@ def _bound(host: str, port: int) -> socket.socket:
         if os.name == "posix":  # on Windows this option lets two programs share a port
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
+        listener.listen(128)  # from here on a browser that comes early waits instead of being refused
     except OSError:
         listener.close()
         raise

@@ -98,7 +98,7 @@ WORDS: dict[str, str] = {
     "nav.language": "中文",
     "nav.theme": "Light or dark",
     "new.title": "New run",
-    "new.lead": "Press Start, and a small language model learns to tell stories on this machine. Or choose your own.",
+    "new.lead": "Press Start, and a small language model learns to tell stories. Or choose your own.",
     "new.advanced": "Advanced: every setting",
     "new.start": "Start",
     "new.download": "Download config",
