@@ -27,6 +27,8 @@ CORPUS_SEED: Final = 42
 STORIES: Final = 6_000
 PRACTICE_ONE_IN: Final = 3
 PRACTICE_SEED: Final = 43
+CHATS_SEED: Final = 44
+"""Series of their own: two series of one seed draw the same numbers and can fall into step."""
 CHATS: Final = 3_000
 
 
@@ -42,7 +44,7 @@ class Counted:
 
 COUNTED: Final = {
     STARTER_STORIES: Counted(rows=STORIES, tokens=1_027_903, trained_tokens=1_021_903, longest=222),
-    STARTER_QUESTIONS: Counted(rows=CHATS, tokens=564_039, trained_tokens=83_949, longest=219),
+    STARTER_QUESTIONS: Counted(rows=CHATS, tokens=564_318, trained_tokens=83_768, longest=221),
 }
 
 
@@ -51,7 +53,7 @@ def corpus_rows(source: str) -> Iterator[dict[str, Any]]:
     if source == STARTER_STORIES:
         return ({"text": text} for text in _texts())
     if source == STARTER_QUESTIONS:
-        return (chat.row for chat in chats(CORPUS_SEED, CHATS))
+        return (chat.row for chat in chats(CHATS_SEED, CHATS))
     raise _unknown(source)
 
 

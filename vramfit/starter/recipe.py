@@ -19,8 +19,8 @@ def starter_run() -> RunConfig:
             "name": "First stories",
             "method": "pretrain",
             "model": {"source": STARTER_MODEL},
-            # One text a row: 10 % of it is padding, but packed rows need a mask between texts and attend over four times
-            # the length: 7,400 tokens per CPU-second against 8,400 to 10,000.
+            # One text a row: 10 % of it is padding, but packed rows need a mask between texts and attend over four
+            # times the length: 7,400 tokens per CPU-second against 8,400 to 10,000.
             "data": {"paths": [STARTER_STORIES], "max_length": STORY_TOKENS, "packing": False, "eval_share": 0.02},
             "schedule": {
                 "max_steps": 2900,

@@ -1,5 +1,5 @@
 from vramfit.config import STARTER_QUESTIONS, STARTER_STORIES, RunConfig
-from vramfit.starter.corpus import CHATS, CORPUS_SEED, STORIES, corpus_workload
+from vramfit.starter.corpus import CHATS, CHATS_SEED, CORPUS_SEED, STORIES, corpus_workload
 from vramfit.starter.questions import chats
 from vramfit.starter.recipe import questions_run, starter_run
 from vramfit.starter.stories import stories
@@ -33,5 +33,5 @@ def test_prompts_are_openings_that_no_story_of_the_corpus_continues_alone() -> N
 def test_questions_run_asks_about_a_story_that_is_not_in_the_data() -> None:
     run = questions_run("some folder")
     assert (run.method, run.model.source, run.data.paths) == ("lora", "some folder", (STARTER_QUESTIONS,))
-    asked = {chat.user for chat in chats(CORPUS_SEED, CHATS)}
+    asked = {chat.user for chat in chats(CHATS_SEED, CHATS)}
     assert run.output.prompts[0].endswith("?") and run.output.prompts[0] not in asked
