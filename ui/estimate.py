@@ -178,11 +178,12 @@ def _phases(memory: MemoryEstimate, texts: Texts) -> str:
 
 
 def _setting(name: str, texts: Texts) -> str:
-    """The form's label of a plan's setting where it has one: `memory.loss` and `loss` are both "Loss"."""
+    """The form's label of a plan's setting where it has one: `memory.loss`, `loss` and "max length" have."""
+    key = name.replace(" ", "_").replace("-", "_")
     for path, (label, _) in texts.fields.items():
-        if name in (path, path.rpartition(".")[2]):
+        if key in (path, path.rpartition(".")[2]):
             return label
-    return name.replace("_", " ")
+    return texts.words.get(f"plan.{key}", name.replace("_", " ").capitalize())
 
 
 def _phase(name: str, texts: Texts) -> str:

@@ -35,6 +35,7 @@ OWN_FILES: Final = "own"
 DOUBLE_CLICK_S: Final = 3.0
 """Two presses of Start with the same settings within this time are one."""
 
+_CHOSEN_APART: Final = ("model.source", "data.paths", "device")
 _FIELD_OF_ERROR: Final = ((DataError, "data.paths"), (ModelError, "model.source"), (HardwareError, "device"))
 
 
@@ -191,6 +192,12 @@ class NewRun:
             trigger_mode="always_last",
             **quick,
         )
+        self.widgets["model.source"].input(
+            self._guard(self.on_model, self.answer),
+            inputs=self.inputs,
+            outputs=[*self.widgets.values(), self.answer],
+            **quick,
+        )
         self.start.click(
             self._guard(self.on_start, self.answer),
             inputs=self.inputs,
@@ -227,6 +234,21 @@ class NewRun:
             self.estimate: self._estimate_html(values),
             self.start: gr.update(interactive=not planning),
             self.own: gr.update(visible=own),
+        }
+
+    def on_model(self, values: Values) -> Updates:
+        """Another model was chosen: what still stands as the starter's recipe set it makes way for the usual values.
+
+        The starter's learning rate would ruin a trained model, and it has no text of its own to be prompted with. What
+        the person changed stays. Choosing the starter again brings its recipe back in the same way.
+        """
+        recipe, usual = form.show(starter_run()), form.show(RunConfig(method="lora"))
+        starter = values[self.widgets["model.source"]] == STARTER_MODEL
+        old, new = (usual, recipe) if starter else (recipe, usual)
+        return {
+            widget: new[path]
+            for path, widget in self.widgets.items()
+            if path not in _CHOSEN_APART and old[path] != new[path] and _text(values[widget]) == old[path]
         }
 
     def on_start(self, values: Values, request: gr.Request) -> Updates:

@@ -78,12 +78,6 @@ class Previewer:
         )
         return Preview(forecast=forecast, device=machine.device(config.device), here=here)
 
-    def device(self, config: RunConfig, card: str) -> Device:
-        """The device that `preview` plans for."""
-        if card.startswith(PLAN_PREFIX):
-            return cards.machine_with(card.removeprefix(PLAN_PREFIX)).devices[0]
-        return self.machine().device(config.device)
-
     def workload(self, config: RunConfig, *, max_length: int) -> Workload:
         """How much there is to train: known for the starter, else from a survey that is kept while the files stay."""
         starter = [path for path in config.data.paths if path.startswith("starter:")]

@@ -155,6 +155,21 @@ def test_an_upload_never_replaces_another_file(tmp_path: Path) -> None:
     assert [place.read_text(encoding="utf-8") for place in places] == ["one", "two"]
 
 
+def test_another_model_gets_the_usual_settings_but_keeps_what_was_changed(page: NewRun) -> None:
+    chosen = _values(page, model__source="meta-llama/Llama-3.1-8B", schedule__sequences_per_step="12")
+    updates = page.on_model(chosen)
+    assert updates[page.widgets["method"]] == "lora"
+    assert updates[page.widgets["schedule.learning_rate"]] == ""  # auto
+    assert page.widgets["schedule.sequences_per_step"] not in updates
+    assert page.widgets["model.source"] not in updates
+    config, _ = page._config({**chosen, **updates})
+    assert config.learning_rate == 2e-4
+    assert config.schedule.sequences_per_step == 12
+    back = {**chosen, **updates, page.widgets["model.source"]: "starter"}
+    again = {**back, **page.on_model(back), page.widgets["schedule.sequences_per_step"]: "4"}
+    assert page._config(again)[0] == starter_run()
+
+
 def test_an_old_runs_settings_fill_the_form(page: NewRun, store: Store) -> None:
     config = RunConfig.parse(
         {"method": "lora", "model": {"source": "org/model"}, "data": {"paths": ["a.txt", "b.txt"]}, "seed": 9}

@@ -239,6 +239,8 @@ WORDS: dict[str, str] = {
     "runs.loss": "Final loss",
     "runs.when": "Started",
     "runs.cancel": "Cancel",
+    "plan.memory_budget": "Memory budget",
+    "plan.weights": "Weights",
     "problem.empty": "{label} is empty",
     "problem.empty.remedy": "Give it a number.",
     "problem.blank": "{label} is empty",

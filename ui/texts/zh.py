@@ -236,6 +236,8 @@ WORDS: dict[str, str] = {
     "runs.loss": "最终损失",
     "runs.when": "开始时间",
     "runs.cancel": "取消",
+    "plan.memory_budget": "显存预算",
+    "plan.weights": "权重",
     "problem.empty": "“{label}”为空",
     "problem.empty.remedy": "请填一个数。",
     "problem.blank": "“{label}”为空",
