@@ -20,6 +20,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vramfit.planning.plan import Forecast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +94,8 @@ class WontFit(UserError):
     """No plan fits.
 
     `needed_bytes` and `available_bytes` are the two numbers that do not agree, `tier` where (device, host or
-    disk), `phase` when, `suggestions` what would help, each a full sentence.
+    disk), `phase` when, `suggestions` what would help, each a full sentence. `forecast` is the plan that needs the
+    least, to show what takes the room.
     """
 
     def __init__(
@@ -102,7 +107,9 @@ class WontFit(UserError):
         tier: str = "device",
         phase: str = "",
         suggestions: Sequence[str] = (),
+        forecast: Forecast | None = None,
     ) -> None:
+        self.forecast = forecast
         self.needed_bytes, self.available_bytes = needed_bytes, available_bytes
         self.tier, self.phase = tier, phase
         self.suggestions = tuple(suggestions)

@@ -61,6 +61,16 @@ def test_plan_gives_a_reason_for_each_choice(capsys: pytest.CaptureFixture[str])
     assert values["plan"]["loss"] == "chunked"
 
 
+def test_an_estimate_that_does_not_fit_still_tells_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["estimate", "--model", "meta-llama/Llama-3.1-70B", "--method", "full", "--card", "RTX 3060", "--json"]
+    assert main(arguments) == 2
+    heard = capsys.readouterr()
+    values = json.loads(heard.out)
+    assert values["fits"] is False
+    assert values["memory"]["device_bytes"] > 70e9 * 16  # weights, gradients and two moments, 4 bytes each
+    assert "GiB" in heard.err
+
+
 def test_both_also_speak_plainly(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *LLAMA_ON_4090]) == 0
     text = capsys.readouterr().out

@@ -6,6 +6,7 @@ import argparse
 import json
 
 from vramfit.commands import wish
+from vramfit.errors import WontFit
 from vramfit.planning.plan import Forecast
 from vramfit.units import format_bytes, format_count, format_duration
 
@@ -13,12 +14,17 @@ add_arguments = wish.add_arguments
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the estimate as text or JSON. Raises UserError."""
-    forecast = wish.forecast_from(options)
-    if options.json:
-        print(json.dumps(forecast.to_json(), ensure_ascii=False, indent=1))
-    else:
-        print(describe(forecast))
+    """Print the estimate as text or JSON. Raises UserError; WontFit after printing what the least plan would need."""
+    try:
+        _show(wish.forecast_from(options), as_json=options.json)
+    except WontFit as error:
+        if error.forecast is not None:
+            _show(error.forecast, as_json=options.json)
+        raise
+
+
+def _show(forecast: Forecast, *, as_json: bool) -> None:
+    print(json.dumps(forecast.to_json(), ensure_ascii=False, indent=1) if as_json else describe(forecast))
 
 
 def describe(forecast: Forecast) -> str:

@@ -58,16 +58,7 @@ def forecast_run(config: RunConfig, *, architecture: Architecture, machine: Mach
     found = search.best()
     if found is None:
         raise search.wont_fit(lambda changed: _try(changed, architecture, machine, workload))
-    plan = dataclasses.replace(found.plan, reasons=tuple(search.reasons(found)))
-    steps = total_steps(config, workload)
-    return Forecast(
-        plan=plan,
-        memory=found.memory,
-        speed=found.speed,
-        workload=workload,
-        steps=steps,
-        seconds=steps * found.speed.step_seconds,
-    )
+    return search.forecast(found)
 
 
 def total_steps(config: RunConfig, workload: Workload) -> int:
@@ -219,13 +210,25 @@ class _Search:
         keep = self.config.memory.activations == "keep"
         return self.candidate(self.micro_batches()[0], 0 if keep else self.architecture.layers)
 
+    def forecast(self, found: _Candidate) -> Forecast:
+        """What is known of a candidate, with the reasons for its decisions."""
+        steps = total_steps(self.config, self.workload)
+        return Forecast(
+            plan=dataclasses.replace(found.plan, reasons=tuple(self.reasons(found))),
+            memory=found.memory,
+            speed=found.speed,
+            workload=self.workload,
+            steps=steps,
+            seconds=steps * found.speed.step_seconds,
+        )
+
     def wont_fit(self, again: Callable[[RunConfig], _Candidate | None]) -> WontFit:
         """The least memory this wish can do with, and which changes would make it fit."""
         least = self.least()
         needed, budget = least.memory.device_bytes, self.base.budget_bytes
         phase = least.memory.peak.name
         suggestions = list(_helpful(self.config, self.base, again))[:3]
-        suggestions.append(f"Or use a device with {format_bytes(needed)} free.")
+        suggestions.append(f"A device with {format_bytes(needed)} free would do.")
         return WontFit(
             f"{self.architecture.name} with {self.config.method} needs {format_bytes(needed)} at its peak ({phase}), "
             f"and {format_bytes(budget)} of {self.device.name} are available",
@@ -233,6 +236,7 @@ class _Search:
             available_bytes=budget,
             phase=phase,
             suggestions=suggestions,
+            forecast=dataclasses.replace(self.forecast(least), plan=least.plan),  # its reasons assume that it fits
         )
 
     def reasons(self, found: _Candidate) -> Iterator[Choice]:
@@ -452,9 +456,7 @@ def _recompute_choice(config: RunConfig, found: _Candidate, architecture: Archit
     elif plan.recompute == 0:
         reason = "All activations fit, and keeping them is fastest"
     elif plan.recompute == architecture.layers:
-        reason = (
-            "Activations of all blocks do not fit, so each block is computed again in backward: about a third slower"
-        )
+        reason = "Activations of all blocks do not fit, so each block is computed again in backward: a third more work"
     else:
         reason = f"Activations of {architecture.layers - plan.recompute} blocks fit; the others are computed again"
     value = "keep" if plan.recompute == 0 else f"recompute {plan.recompute} of {architecture.layers} blocks"
