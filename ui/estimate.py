@@ -44,8 +44,10 @@ def peak_parts(memory: MemoryEstimate) -> dict[str, int]:
     return parts
 
 
-def forecast_card(forecast: Forecast, texts: Texts, *, device_name: str, plan_only: bool = False) -> str:
-    """The whole estimate of a plan that was made, whether or not it fits."""
+def forecast_card(
+    forecast: Forecast, texts: Texts, *, device_name: str, plan_only: bool = False, refusal: WontFit | None = None
+) -> str:
+    """The whole estimate of a plan. With a `refusal` it does not fit: what takes the room, and what would help."""
     memory, plan = forecast.memory, forecast.plan
     key = "fits" if forecast.fits else "wontfit"
     figure = texts["estimate.of_budget" if forecast.fits else "estimate.over"].format(
@@ -59,32 +61,22 @@ def forecast_card(forecast: Forecast, texts: Texts, *, device_name: str, plan_on
         f'<div class="vf-sub">{_esc(texts["estimate.device.cpu" if on_cpu else "estimate.device"])}. '
         f"{_esc(texts['estimate.phase'].format(phase=_phase(memory.peak.name, texts)))}.</div>",
         _legend(memory, texts),
-        _facts(forecast, texts),
     ]
+    if refusal is not None:
+        return _card([*body, _sentence(refusal.what), _list(refusal.suggestions)], state=key)
+    body.append(_facts(forecast, texts))
     if plan_only:
         body.append(f'<p class="vf-note">{_esc(texts["estimate.plan_only"].format(name=device_name))}</p>')
     body += [_reasons(forecast, texts), _phases(memory, texts)]
     return _card(body, state=key)
 
 
-def error_card(error: VramfitError, texts: Texts, *, device_name: str = "") -> str:
-    """Why there is no plan: what does not agree, with the number, and each thing that would help."""
-    if not isinstance(error, WontFit):
-        title = texts["estimate.unavailable"]
-        return _card([_head(texts, "open", title=title), _sentence(error.what), _sentence(error.remedy)], state="open")
-    share = min(1.0, error.available_bytes / max(error.needed_bytes, 1))
-    figure = texts["estimate.over"].format(
-        used=format_bytes(error.needed_bytes), budget=format_bytes(error.available_bytes)
-    )
-    body = [
-        _head(texts, "wontfit", on=device_name),
-        f'<div class="vf-figure"><b>{_esc(figure)}</b></div>',
-        '<div class="vf-bar"><span class="vf-over" style="left:0;width:100%"></span>'
-        f'<i class="vf-budget" style="left:{share:.2%}"></i></div>',
-        _sentence(error.what),
-        _list(error.suggestions),
-    ]
-    return _card(body, state="wontfit")
+def error_card(error: VramfitError, texts: Texts) -> str:
+    """Why there is no plan; where it is for want of room, what takes the room and each thing that would help."""
+    if isinstance(error, WontFit) and error.forecast is not None:
+        return forecast_card(error.forecast, texts, device_name="", refusal=error)
+    title = texts["estimate.unavailable"]
+    return _card([_head(texts, "open", title=title), _sentence(error.what), _sentence(error.remedy)], state="open")
 
 
 def problems_card(problems: Sequence[Problem], texts: Texts) -> str:

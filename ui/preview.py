@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from vramfit.config import RunConfig
-from vramfit.data.read import ReadOptions, guess_workload, survey
+from vramfit.data.read import ReadOptions, Survey, guess_workload, survey
 from vramfit.hardware import catalogue as cards
 from vramfit.hardware.devices import Device, Machine, probe
 from vramfit.models.catalogue import architecture_of
@@ -45,7 +45,7 @@ class Previewer:
         self._lock = threading.Lock()
         self._machine: Machine | None = None
         self._probed_at = 0.0
-        self._workloads: OrderedDict[object, Workload] = OrderedDict()
+        self._surveys: OrderedDict[object, Survey] = OrderedDict()
 
     def refresh(self) -> None:
         """Probe the machine again (seconds, when a torch process has to be asked)."""
@@ -83,18 +83,22 @@ class Previewer:
         starter = [path for path in config.data.paths if path.startswith("starter:")]
         if starter:
             return corpus_workload(starter[0])
-        paths = [Path(path).expanduser() for path in config.data.paths]
-        key = (max_length, config.data.model_dump_json(), tuple(_version(path) for path in paths))
+        choice = config.data
+        found = self._survey([Path(path).expanduser() for path in choice.paths], ReadOptions.of(choice))
+        return guess_workload(found, max_length, packing=choice.packing, eval_share=choice.eval_share)
+
+    def _survey(self, paths: list[Path], options: ReadOptions) -> Survey:
+        """A survey costs seconds for a large file; it is made once per version of the files and way of reading them."""
+        key = (repr(options), tuple(_version(path) for path in paths))
         with self._lock:
-            if key in self._workloads:
-                self._workloads.move_to_end(key)
-                return self._workloads[key]
-        options = ReadOptions(encoding=config.data.encoding, bad_rows=config.data.bad_rows, columns=config.data.columns)
-        found = guess_workload(survey(paths, options), max_length)
+            if key in self._surveys:
+                self._surveys.move_to_end(key)
+                return self._surveys[key]
+        found = survey(paths, options)
         with self._lock:
-            self._workloads[key] = found
-            while len(self._workloads) > KEPT_SURVEYS:
-                self._workloads.popitem(last=False)
+            self._surveys[key] = found
+            while len(self._surveys) > KEPT_SURVEYS:
+                self._surveys.popitem(last=False)
         return found
 
 

@@ -10,7 +10,7 @@ from ui.estimate import error_card, forecast_card, notice_card, peak_parts, prob
 from ui.texts import texts_of
 from vramfit.errors import ModelError, Problem, WontFit
 from vramfit.planning.plan import Choice, Forecast, MemoryEstimate, PhaseMemory, Plan, SpeedEstimate, Workload
-from vramfit.units import GIB
+from vramfit.units import GIB, format_bytes
 
 EN = texts_of("en")
 
@@ -90,9 +90,12 @@ def test_wontfit_shows_both_numbers_and_each_way_out() -> None:
         needed_bytes=int(27.4 * GIB),
         available_bytes=int(23.1 * GIB),
         suggestions=("Choose QLoRA.", "Set the sequence length to 512."),
+        forecast=_forecast(budget_gib=5.0),
     )
     page = error_card(error, EN)
-    assert "27.4 GiB needed, 23.1 GiB budget" in page
+    assert f"{format_bytes(_forecast().memory.device_bytes)} needed, 5.0 GiB budget" in page
+    assert 'data-state="wontfit"' in page
+    assert "vf-part-optimizer" in page
     assert page.count("<li>") == 2
     assert "optimizer step" in page
 
