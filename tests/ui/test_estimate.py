@@ -96,7 +96,7 @@ def test_wontfit_shows_both_numbers_and_each_way_out() -> None:
     assert f"{format_bytes(_forecast().memory.device_bytes)} needed, 5.0 GiB budget" in page
     assert 'data-state="wontfit"' in page
     assert "vf-part-optimizer" in page
-    assert page.count("<li>") == 2
+    assert "<li>Choose QLoRA.</li><li>Set the sequence length to 512.</li>" in page
     assert "optimizer step" in page
 
 
