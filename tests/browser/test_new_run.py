@@ -87,6 +87,12 @@ def test_another_card_is_planned_for_and_start_says_why_it_is_off(form: Page) ->
     assert "max_steps" in text
 
 
+def test_choosing_a_trained_model_sets_lora_and_automatic_learning_rate(form: Page) -> None:
+    _pick(form, "model-source", "Llama-3.1-8B")
+    expect(form.locator("#field-method input")).to_have_value("LoRA adapter")
+    expect(form.locator("#field-schedule-learning_rate :is(textarea, input)")).to_have_value("")
+
+
 def test_a_model_that_cannot_fit_says_the_numbers_and_what_would_help(form: Page) -> None:
     _pick(form, "device", "4090")
     _pick(form, "model-source", "Llama-3.1-70B")
