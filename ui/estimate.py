@@ -39,7 +39,7 @@ def segments(parts: Mapping[str, int], *, scale_bytes: int) -> list[Segment]:
 
 def peak_parts(memory: MemoryEstimate) -> dict[str, int]:
     """The peak phase by kind; what driver and allocator take besides is overhead, so it sums to the figure."""
-    parts: dict[str, int] = {**memory.peak.parts}
+    parts: dict[str, int] = {str(kind): size for kind, size in memory.peak.parts.items()}
     parts["overhead"] = parts.get("overhead", 0) + max(0, memory.device_bytes - memory.peak_bytes)
     return parts
 

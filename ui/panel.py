@@ -167,6 +167,7 @@ def build_pages(services: Services, texts: Texts) -> gr.Blocks:
     store = services.store
     guard = functools.partial(guarded, texts=texts, log_path=services.log_path)
     quick: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+    blocks: gr.Blocks
     with gr.Blocks(title="VRAMFit", analytics_enabled=False) as blocks:
         gr.HTML(_header(texts), elem_id="header", apply_default_css=False, js_on_load="window.VF.mountHeader(element)")
         with gr.Column(elem_id="page-new", elem_classes="vf-page"):

@@ -115,13 +115,16 @@ def test_a_run_that_does_not_exist_is_one_sentence(page: Page, seeded: object) -
 
 
 @pytest.mark.parametrize("view", ["?view=new", "?run=2", "?view=runs"])
-def test_nothing_is_wider_than_a_phone(browser: Browser, seeded: object, view: str) -> None:
+def test_on_a_phone_there_is_one_column_and_nothing_is_wider(browser: Browser, seeded: object, view: str) -> None:
     with browser.new_context(viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True) as context:
         tab = context.new_page()
         tab.goto(seeded.url + view)
         tab.wait_for_selector("#start, .vf-monitor-body, .vf-row[data-run]", state="attached")
         tab.wait_for_timeout(800)
         assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+        parts = tab.locator("#field-model-source:visible, .vf-chart:visible, .vf-row[data-run]:visible").all()
+        assert parts
+        assert all(part.bounding_box()["width"] > 300 for part in parts)  # one column
 
 
 def test_chinese(page: Page, seeded: object) -> None:
