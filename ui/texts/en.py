@@ -191,7 +191,7 @@ WORDS: dict[str, str] = {
     "monitor.stop.confirm": "Really stop?",
     "monitor.stopping": "Stopping: a checkpoint is being saved…",
     "monitor.nocard": "No card in this run: memory is the trainer's own tensors and the process's resident set.",
-    "monitor.thinned": "Every {stride}th step is drawn; the curves cover the whole run.",
+    "monitor.thinned": "Each point stands for {stride} steps: their mean, for memory their maximum.",
     "monitor.events": "Events",
     "monitor.noevents": "Nothing to report.",
     "monitor.log": "Log",

@@ -188,7 +188,7 @@ WORDS: dict[str, str] = {
     "monitor.stop.confirm": "确定停止？",
     "monitor.stopping": "正在停止：保存检查点…",
     "monitor.nocard": "这次训练没有显卡：内存指训练器自己的张量和进程的常驻内存。",
-    "monitor.thinned": "每 {stride} 步画一点；曲线覆盖整个训练。",
+    "monitor.thinned": "每个点代表 {stride} 步：取平均值，内存取最大值。",
     "monitor.events": "事件",
     "monitor.noevents": "没有要报告的。",
     "monitor.log": "日志",
