@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +10,6 @@ from playwright.sync_api import Page, expect
 
 pytestmark = pytest.mark.browser
 See = Callable[..., None]
-
-MEASURED_CHANGES = 12
 
 
 @pytest.fixture
@@ -34,18 +31,6 @@ def _pick(page: Page, field: str, text: str) -> None:
     if box.get_attribute("readonly") is None:
         box.fill(text)
     page.locator("[role=option]", has_text=text).first.click()
-
-
-def test_the_estimate_follows_every_change_within_200_ms(form: Page, see: See) -> None:
-    form.evaluate("document.addEventListener('input', () => { window.typedAt = performance.now(); }, true)")
-    took = []
-    for number in range(MEASURED_CHANGES):
-        form.evaluate("window.VF.estimateShownAt = 0")
-        _type(form, "data-max_length", str(64 + 8 * number))
-        see("window.VF.estimateShownAt > 0")
-        took.append(form.evaluate("window.VF.estimateShownAt - window.typedAt"))
-    print(f"\nestimate after a change: median {statistics.median(took):.0f} ms, worst {max(took):.0f} ms")
-    assert statistics.median(took) < 200
 
 
 def test_the_bar_and_the_numbers_change_with_the_form(form: Page) -> None:

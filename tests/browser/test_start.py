@@ -1,8 +1,7 @@
-"""First light: Start, with nothing else touched, trains a real model."""
+"""First light: Start, with nothing else touched, trains a real model. How fast: bench/first_light.py."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -17,21 +16,15 @@ def test_start_untouched_trains_the_starter_to_the_end(page: Page, fresh: object
     page.goto(fresh.url)
     expect(page.locator("#start")).to_be_enabled()
     page.wait_for_timeout(3000)
-    clicked = time.perf_counter()
     page.dblclick("#start")
     phase = page.locator(".vf-phase")
     expect(phase).to_be_visible()
     expect(phase).not_to_have_text("")
-    said = time.perf_counter() - clicked
     see("Number(document.querySelector('.vf-grid')?.dataset.points ?? 0) > 0", seconds=120)
-    first_point = time.perf_counter() - clicked
-    print(f"\nphase line after {said:.2f} s, first point after {first_point:.1f} s")
-    assert said < 1.0
     before = int(page.get_attribute(".vf-grid", "data-last-step"))
     page.wait_for_timeout(3000)
     assert int(page.get_attribute(".vf-grid", "data-last-step")) > before  # the curves move
     expect(page.locator(".vf-runhead .vf-badge")).to_have_text("succeeded", timeout=TRAINED_S * 1000)
-    print(f"trained after {time.perf_counter() - clicked:.0f} s")
     expect(page.locator(".vf-sample-after").first).to_be_visible()
     words = page.locator(".vf-sample-after p").first.inner_text().split()
     assert len(words) > 30
