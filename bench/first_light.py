@@ -32,8 +32,8 @@ from vramfit.training.metrics import StepMetrics
 
 ROOT = Path(__file__).parent.parent
 CHROMIUM = os.environ.get("VRAMFIT_CHROMIUM", "/usr/bin/chromium")
-FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking".split()
-FLAGS += ["--disable-component-update", "--disable-sync"]
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
 LONG_RUN_STEPS = 100_000
 CHANGES = 20
 
