@@ -96,13 +96,13 @@ def _read_lines(process: subprocess.Popen[str], lines: queue.Queue[str]) -> None
         pass
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # not the session: its event loop would be in the way of every later test
 def _playwright() -> Iterator[Playwright]:
     with sync_playwright() as opened:
         yield opened
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser(_playwright: Playwright) -> Iterator[Browser]:
     # Debian's Chromium is there where the tests run; a missing one is a failure, never a skip.
     opened = _playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
