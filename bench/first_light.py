@@ -61,8 +61,8 @@ def main() -> None:
     for figure in measure(training=not options.no_training):
         figures.append(figure)
         if not options.json:
-            verdict = {None: "", True: f"(goal {figure.goal:g}: met)", False: f"(goal {figure.goal}: NOT met)"}
-            print(f"{figure.name:<44}{figure.value:>9.2f} {figure.unit:<10}{verdict[figure.met]}", flush=True)
+            verdict = "" if figure.goal is None else f"goal {figure.goal:g}: {'met' if figure.met else 'NOT met'}"
+            print(f"{figure.name:<40}{figure.value:>10.2f} {figure.unit:<12}{verdict}", flush=True)
     if options.json:
         print(json.dumps([{**asdict(figure), "met": figure.met} for figure in figures], indent=1))
 

@@ -15,5 +15,5 @@ def let_threads_sleep() -> None:
     browser; sleeping at once 63 and 61; a short spin 36 and 46. OMP_WAIT_POLICY speaks to every OpenMP, the spin count
     to GNU's, which torch's Linux builds carry.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("GOMP_SPINCOUNT", str(SHORT_SPIN))
+    if "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ:
+        os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT=str(SHORT_SPIN))
