@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -16,9 +17,27 @@ def default_data_folder() -> Path:
     return Path(chosen) if chosen else Path.home() / "vramfit"
 
 
+def typed_path(text: str | Path) -> Path:
+    """What a person typed as a path, `~` expanded where such a home exists. Never raises."""
+    path = Path(text)
+    with contextlib.suppress(RuntimeError):  # `~nobody`: left as it is, and then not found
+        path = path.expanduser()
+    return path
+
+
+def is_folder(path: Path) -> bool:
+    """Path.is_dir for paths that people typed: a name that is too long or forbidden is no folder, not an OSError."""
+    return os.path.isdir(path)  # noqa: PTH112
+
+
+def is_file(path: Path) -> bool:
+    """Path.is_file in the same way."""
+    return os.path.isfile(path)  # noqa: PTH113
+
+
 def open_data_folder(folder: Path) -> Path:
     """Make `folder` and its parts if need be, and return its absolute path. Raises UserError."""
-    folder = folder.expanduser().resolve()
+    folder = typed_path(folder).resolve()
     try:
         for part in (folder, runs_folder(folder), uploads_folder(folder), cache_folder(folder)):
             part.mkdir(parents=True, exist_ok=True)

@@ -118,7 +118,7 @@ def data_paths(choice: DataChoice, cache: Path) -> list[Path]:
 
             paths.append(write_corpus(path, cache))
         else:
-            paths.append(Path(path).expanduser())
+            paths.append(typed_path(path))
     return paths
 
 

@@ -95,7 +95,7 @@ class Survey:
 def open_sources(paths: Iterable[str | Path], options: ReadOptions) -> list[Source]:
     """Find, scan and recognise every file. Raises DataError for anything that is no usable data file."""
     files, found_notes = find_files(tuple(Path(path) for path in paths))
-    folders = {Path(path) for path in paths if Path(path).is_dir()}
+    folders = {Path(path) for path in paths if is_folder(Path(path))}
     sources: list[Source] = []
     refused: list[DataError] = []
     for path in files:

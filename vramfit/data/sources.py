@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from vramfit.errors import DataError
+from vramfit.places import is_file, is_folder
 from vramfit.units import GIB, format_bytes
 
 HEAD_BYTES: Final = 64 * 1024
@@ -92,7 +93,7 @@ def find_files(paths: tuple[Path, ...]) -> tuple[list[Path], list[str]]:
     files: list[Path] = []
     notes: list[str] = []
     for path in paths:
-        if path.is_dir():
+        if is_folder(path):
             files += _files_in(path, notes)
         else:
             _check_exists(path)
@@ -109,7 +110,8 @@ def _check_exists(path: Path) -> None:
     except FileNotFoundError:
         raise DataError(f"There is no file {path}", "Check the path.") from None
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be opened: {_reason(error)}", "Check the path and its permissions.") from None
+        shown = str(path) if len(str(path)) <= 200 else f"{str(path)[:200]}..."
+        raise DataError(f"{shown} cannot be opened: {_reason(error)}", "Check the path and its permissions.") from None
     if not stat.S_ISREG(mode):
         raise DataError(f"{path} is a device or pipe, not a file", "Save the data to a file first.")
 
@@ -148,8 +150,8 @@ def _walk(folder: Path) -> Iterator[Path]:
                 f"The folder {current} cannot be read: {_reason(error)}", "Check its permissions."
             ) from None
         visible = [entry for entry in entries if not entry.name.startswith((".", "__"))]
-        yield from (entry for entry in visible if entry.is_file())
-        waiting += [entry for entry in reversed(visible) if entry.is_dir() and not entry.is_symlink()]
+        yield from (entry for entry in visible if is_file(entry))
+        waiting += [entry for entry in reversed(visible) if is_folder(entry) and not entry.is_symlink()]
         seen += len(visible)
         if seen > MAX_FOLDER_FILES:
             raise DataError(

@@ -6,6 +6,7 @@ Pure look-ups and one small file: no network, no torch.
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ from typing import Any
 from vramfit.config import STARTER_MODEL, ModelChoice
 from vramfit.errors import ModelError
 from vramfit.models.architecture import Architecture, Experts, LatentAttention, from_config
+from vramfit.places import is_file, is_folder, typed_path
 
 _FILE = Path(__file__).with_name("catalogue.json")
+_NAME = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
+_HUB_ID = re.compile(rf"(?:{_NAME}/)?{_NAME}", re.ASCII)
 
 
 def known() -> list[str]:
@@ -38,13 +42,13 @@ def architecture_of(model: ModelChoice) -> Architecture:
         from vramfit.starter import shape
 
         return shape.architecture()
-    folder = Path(model.source).expanduser()
-    if folder.is_dir():
+    folder = typed_path(model.source)
+    if is_folder(folder):
         return _of_folder(folder)
     found = find(model.source)
     if found is not None:
         return found
-    if folder.is_file():
+    if is_file(folder):
         raise ModelError(f"{folder} is a file", "Give the folder that holds config.json and the .safetensors files.")
     raise ModelError(
         f"There is no folder {model.source!r}, and the catalogue of {len(_entries())} models does not have it",
@@ -52,9 +56,17 @@ def architecture_of(model: ModelChoice) -> Architecture:
     )
 
 
+def may_be_hub_id(source: str) -> bool:
+    """`name` or `owner/name`, as the hub allows them: at most 96 characters, letters, digits, and `-`, `_`, `.` within."""
+    well_formed = _HUB_ID.fullmatch(source) is not None and not source.endswith(".git")
+    return well_formed and len(source) <= 96 and "--" not in source and ".." not in source
+
+
 def _of_folder(folder: Path) -> Architecture:
     path = folder / "config.json"
     try:
+        if path.exists() and not is_file(path):  # reading a pipe would wait for ever
+            raise ModelError(f"{path} is not a file", "Give a model's folder in Hugging Face format.")
         values = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ModelError(

@@ -16,7 +16,9 @@ from vramfit.config import STARTER_MODEL, ModelChoice, RunConfig
 from vramfit.engine.precision import DTYPES
 from vramfit.errors import ModelError
 from vramfit.models.architecture import Architecture
+from vramfit.models.catalogue import architecture_of, may_be_hub_id
 from vramfit.models.files import check_folder, read_config
+from vramfit.places import is_file, is_folder, typed_path
 from vramfit.planning.plan import Plan
 
 _ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2"}
@@ -87,12 +89,11 @@ def read_architecture(model: ModelChoice) -> Architecture:
     Raises ModelError.
     """
     from vramfit.models.architecture import from_config
-    from vramfit.models.catalogue import architecture_of
 
     try:
         return architecture_of(model)
     except ModelError:
-        if local_folder(model) is not None or not _may_be_hub_id(model.source):
+        if local_folder(model) is not None or not may_be_hub_id(model.source):
             raise
     from transformers import AutoConfig
 
@@ -105,16 +106,10 @@ def read_architecture(model: ModelChoice) -> Architecture:
 
 def local_folder(model: ModelChoice) -> Path | None:
     """The folder a choice of model means; None when it must be a hub id."""
-    path = Path(model.source).expanduser()
-    if path.exists() or not _may_be_hub_id(model.source):
+    path = typed_path(model.source)
+    if is_folder(path) or is_file(path) or not may_be_hub_id(model.source):
         return path.absolute()
     return None
-
-
-def _may_be_hub_id(source: str) -> bool:
-    """`name` or `owner/name`: no drive, no backslash, no leading dot, slash or tilde."""
-    parts = source.split("/")
-    return len(parts) <= 2 and all(parts) and source[0] not in "./~" and not set(source) & set("\\:")
 
 
 def _where(model: ModelChoice, folder: Path | None) -> dict[str, Any]:
