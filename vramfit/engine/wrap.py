@@ -20,16 +20,17 @@ from torch import Tensor, nn
 from vramfit.config import Auto, Precision
 from vramfit.engine.activations import find_blocks, recompute_blocks
 from vramfit.engine.loss import IGNORED, TokenLoss, base_model, model_inputs, targets_of
-from vramfit.engine.precision import autocast, choose_precision, loss_scaler
+from vramfit.engine.precision import DTYPES, autocast, choose_precision, loss_scaler
 from vramfit.engine.randomness import random_state, set_random_state
 from vramfit.engine.recovery import halves, is_out_of_memory, release_memory
 from vramfit.engine.resident import Piece, StepResult, finish_step
-from vramfit.errors import ConfigError, DataError, Problem, WontFit
+from vramfit.errors import ConfigError, DataError, ModelError, Problem, WontFit
 
 BatchLike: TypeAlias = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor
 LossFunction: TypeAlias = Callable[[nn.Module, Any], tuple[Tensor, int | Tensor]]
 """(model, piece of a batch, on the model's device) -> (loss summed over items, number of items)."""
 
+_CONTAINERS = (Tensor, Mapping, tuple, list)
 _CAUSAL_KEYS = {"input_ids", "labels", "attention_mask", "position_ids"}
 
 
@@ -50,14 +51,20 @@ def wrap(
     rows, or over labels other than -100 where labels have more than one dimension.
     `micro_batch` is rows per piece; "auto" is the whole batch until memory runs out, then half, and so on.
     `max_grad_norm=0` does not clip. `recompute` is the number of transformer blocks recomputed in backward.
-    Raises ConfigError, or ModelError when blocks are to be recomputed and there are none.
+    Raises ConfigError, or ModelError when nothing can be trained, when the model lies on several devices, or when
+    blocks are to be recomputed and there are none.
     """
-    device = next(model.parameters()).device
+    device = _only_device(model)
+    _check_trained(model, optimizer)
+    if precision not in ("auto", *DTYPES):
+        raise _wrong("precision", f"{precision!r} is no precision", f"Choose auto, {', '.join(DTYPES)}.")
     compute: Precision = choose_precision(device).compute if precision == "auto" else precision
     if micro_batch != "auto" and micro_batch < 1:
         raise _wrong("micro_batch", f"A micro-batch of {micro_batch} rows holds nothing", "Give 1 or more, or auto.")
     if max_grad_norm < 0:
         raise _wrong("max_grad_norm", f"The gradient norm cannot be limited to {max_grad_norm}", "Give 0 or more.")
+    if recompute != "all" and recompute < 0:
+        raise _wrong("recompute", f"{recompute} blocks cannot be recomputed", "Give 0 or more, or all.")
     recompute_blocks(model, len(find_blocks(model)) if recompute == "all" else recompute)
     return WrappedStep(
         model, optimizer, loss=loss, compute=compute, micro_batch=micro_batch, max_grad_norm=max_grad_norm
@@ -151,17 +158,62 @@ class WrappedStep:
         for start in range(0, rows, size):
             piece = _move(_part(batch, start, start + size, rows), self.device)
             with autocast(self.device, self.compute):
-                loss, counted = self._loss(self.model, piece)
-            count = int(counted)
+                loss, count = _checked(self._loss(self.model, piece))
             if size == rows:
                 divisor = max(count, 1)
             if count:
-                (loss * (scale / divisor)).backward()
+                (loss * (scale / divisor)).backward()  # type: ignore[no-untyped-call]
                 losses.append(loss.detach())
                 items += count
         if items == 0:
             raise DataError("The batch has 0 items that carry loss", "Leave it out, or check its labels.")
         return losses, items, divisor / items
+
+
+def _only_device(model: nn.Module) -> torch.device:
+    """The one device all parameters are on."""
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if not devices:
+        raise ModelError(f"{type(model).__name__} has 0 parameters, so there is nothing to train", "Give a model.")
+    if len(devices) > 1:
+        raise ModelError(
+            f"{type(model).__name__} lies on {len(devices)} devices ({', '.join(devices)}), and a step runs on one",
+            "Move the whole model to one of them.",
+        )
+    return torch.device(devices[0])
+
+
+def _check_trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer must hold parameters of this model that learn: else every step would silently do nothing."""
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if not trained:
+        raise ModelError(
+            f"{type(model).__name__} has 0 parameters that require a gradient", "Unfreeze some before wrapping it."
+        )
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(id(parameter) in trained for parameter in held):
+        raise _wrong(
+            "optimizer",
+            f"The optimizer holds 0 of the {len(trained)} trained parameters of {type(model).__name__}",
+            "Make it from this model's parameters, after moving or changing the model.",
+        )
+
+
+def _checked(returned: Any) -> tuple[Tensor, int]:
+    """(loss, count) as a loss function must give them."""
+    if not (isinstance(returned, tuple | list) and len(returned) == 2):
+        raise _wrong(
+            "loss",
+            f"The loss function returned a {type(returned).__name__}, not a pair",
+            "Return (loss summed over items, number of items).",
+        )
+    loss, count = returned[0], int(returned[1])
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise _wrong("loss", f"The loss is not one number but {shape}", "Sum it over the items: loss.sum(), count.")
+    if count and not loss.requires_grad:
+        raise _wrong("loss", "The loss does not depend on the trained parameters", "Do not detach it.")
+    return loss.reshape(()), count
 
 
 def _loss_of(model: nn.Module, compute: Precision) -> LossFunction:
@@ -225,21 +277,28 @@ def _rows_of(batch: Any) -> int:
 
 
 def _part(batch: Any, start: int, stop: int, rows: int) -> Any:
-    """Rows start..stop of every tensor that has `rows` rows; everything else as it is."""
+    """Rows start..stop of all that has `rows` rows, tensors and lists of plain values; everything else as it is."""
     if isinstance(batch, Mapping):
         return {name: _part(value, start, stop, rows) for name, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return tuple(_part(value, start, stop, rows) for value in batch)
+        if len(batch) == rows and not any(isinstance(value, _CONTAINERS) for value in batch):
+            return batch[start:stop]  # one plain value a row, such as its name
+        return _like(batch, [_part(value, start, stop, rows) for value in batch])
     if isinstance(batch, Tensor) and batch.ndim and batch.shape[0] == rows:
         return batch[start:stop]
     return batch
 
 
+def _like(batch: Any, values: list[Any]) -> Any:
+    """`values` in a container of the kind of `batch`: a list, a tuple, or its own kind of named tuple."""
+    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+
+
 def _move(piece: Any, device: torch.device) -> Any:
     if isinstance(piece, Mapping):
         return {name: _move(value, device) for name, value in piece.items()}
-    if isinstance(piece, tuple):
-        return tuple(_move(value, device) for value in piece)
+    if isinstance(piece, tuple | list):
+        return _like(piece, [_move(value, device) for value in piece])
     return piece.to(device, non_blocking=True) if isinstance(piece, Tensor) else piece
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections import namedtuple
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import vramfit
-from vramfit.errors import ConfigError, DataError, WontFit
+from vramfit.errors import ConfigError, DataError, ModelError, WontFit
 
 ROOT = Path(__file__).parents[3]
 
@@ -196,6 +197,52 @@ def test_bad_wishes_and_bad_batches_are_named():
     nothing = vramfit.wrap(model, optimizer, loss=lambda m, b: (m(b["features"]).sum(), 0))
     with pytest.raises(DataError, match="0 items"):
         nothing(batches()[0])
+
+
+def test_what_cannot_be_trained_is_refused_when_wrapped():
+    model, optimizer = classifier()
+    other, _ = classifier()
+    with pytest.raises(ConfigError, match="0 of the 4 trained parameters"):
+        vramfit.wrap(other, optimizer)
+    with pytest.raises(ConfigError, match="'bf32' is no precision"):
+        vramfit.wrap(model, optimizer, precision="bf32")
+    with pytest.raises(ConfigError, match="-1 blocks"):
+        vramfit.wrap(model, optimizer, recompute=-1)
+    with pytest.raises(ModelError, match="0 parameters,"):
+        vramfit.wrap(nn.Tanh(), optimizer)
+    model.requires_grad_(False)
+    with pytest.raises(ModelError, match="0 parameters that require a gradient"):
+        vramfit.wrap(model, optimizer)
+    spread = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ModelError, match=r"2 devices \(cpu, meta\)"):
+        vramfit.wrap(spread, torch.optim.SGD(spread.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda m, b: m(b["features"]).sum(), "not a pair"),
+        (lambda m, b: (m(b["features"]), 7), r"not one number but \[7, 3\]"),
+        (lambda m, b: (m(b["features"]).sum().detach(), 7), "does not depend"),
+    ],
+)
+def test_a_loss_function_of_the_wrong_form_is_named(loss, words):
+    with pytest.raises(ConfigError, match=words):
+        vramfit.wrap(*classifier(), loss=loss)(batches()[0])
+
+
+def test_pieces_keep_the_form_of_the_batch_and_cut_plain_values_too():
+    Rows = namedtuple("Rows", "features names labels")
+    batch = batches()[0]
+    seen = []
+
+    def loss(model, piece):
+        seen.append((len(piece.features), piece.names))
+        return F.cross_entropy(model(piece.features), piece.labels, reduction="sum"), len(piece.labels)
+
+    step = vramfit.wrap(*classifier(), loss=loss, micro_batch=4)
+    assert step(Rows(batch["features"], list("abcdefg"), batch["labels"])).tokens == 7
+    assert seen == [(4, list("abcd")), (3, list("efg"))]
 
 
 def example(name: str) -> str:
