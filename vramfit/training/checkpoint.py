@@ -58,6 +58,8 @@ class Newest:
 def save(root: Path, *, step: int, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any], keep: int) -> Path:
     """Write checkpoint `step` under `root`, then remove all but the newest `keep`. Returns its folder.
 
+    Later ones are of a future that was given up, such as damaged ones a resume has passed over: they are removed too.
+
     Raises OutOfDisk, with the older checkpoints untouched, when there is too little room or the disk fills meanwhile.
     """
     root.mkdir(parents=True, exist_ok=True)
@@ -75,7 +77,7 @@ def save(root: Path, *, step: int, tensors: Mapping[str, torch.Tensor], values: 
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise _disk_error(error, root, needed) from error
-    _rotate(root, keep=keep)
+    _rotate(root, step=step, keep=keep)
     return final
 
 
@@ -147,8 +149,10 @@ def _complete(root: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def _rotate(root: Path, *, keep: int) -> None:
-    for _, path in _complete(root)[:-keep]:
+def _rotate(root: Path, *, step: int, keep: int) -> None:
+    found = _complete(root)
+    past = [path for at, path in found if at <= step]
+    for path in (*past[:-keep], *(path for at, path in found if at > step)):
         # The manifest goes first: a half-removed checkpoint must not be taken for a whole one.
         with contextlib.suppress(OSError):
             (path / MANIFEST).unlink()

@@ -129,3 +129,13 @@ def test_leftovers_of_a_crash_are_swept_at_the_next_save(tmp_path: Path) -> None
     (tmp_path / "step-00000004.partial").mkdir()
     write(tmp_path, 5)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
+
+
+def test_checkpoints_of_a_future_that_was_given_up_go_at_the_next_save(tmp_path: Path) -> None:
+    """A resume has passed over damaged ones: they must neither push out good ones nor be passed over again."""
+    for step in (10, 20, 30):
+        write(tmp_path, step)
+    for step in (20, 30):
+        (tmp_path / f"step-{step:08d}" / checkpoint.TENSORS).write_bytes(b"damaged")
+    write(tmp_path, 15, keep=2)
+    assert checkpoint.steps(tmp_path) == [10, 15]
