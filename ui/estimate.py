@@ -79,6 +79,13 @@ def error_card(error: VramfitError, texts: Texts) -> str:
     return _card([_head(texts, "open", title=title), _sentence(error.what), _sentence(error.remedy)], state="open")
 
 
+def later_card(sentence: str, texts: Texts, *, device_name: str, ask_again: int | None = None) -> str:
+    """No estimate yet, and why (`sentence`: its key in the texts). With a number the page asks again by itself; the
+    number must be another one each time, because an answer that is the same changes nothing in the page."""
+    mark = "" if ask_again is None else f'<i hidden data-again="{ask_again}"></i>'
+    return _card([_head(texts, "later", on=device_name), _sentence(texts[sentence]), mark], state="open")
+
+
 def problems_card(problems: Sequence[Problem], texts: Texts) -> str:
     """The list of fields that need attention. Each carries its path, so that the page can repeat it at the field."""
     items = "".join(

@@ -6,6 +6,7 @@ widget holds is a plain string (`texts` below); `read` turns all of them into a 
 
 from __future__ import annotations
 
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -36,6 +37,9 @@ SIMPLE: Final = (
 """What the simple mode shows, in reading order. Every other field is folded under Advanced."""
 
 HIDDEN: Final = ("version",)
+
+SHOWN_LETTERS: Final = 60
+"""A problem repeats so much of what was typed."""
 
 GROUPS: Final = ("schedule", "adapter", "memory", "data", "output", "run")
 """The groups of the advanced fields, in order: the parts of RunConfig; `run` takes what belongs to none."""
@@ -178,7 +182,9 @@ def _number(spec: FieldSpec, text: str, words: Texts) -> int | float | str:
     try:
         number = float(text)
     except ValueError:
-        raise _problem(spec, words, "not_number", text) from None
+        number = math.nan
+    if not math.isfinite(number):  # `1e309` is infinite, and no setting is
+        raise _problem(spec, words, "not_number", text)
     if spec.whole and number.is_integer():
         return int(number)
     if spec.whole:
@@ -194,7 +200,8 @@ def _pair(spec: FieldSpec, line: str, words: Texts) -> tuple[str, str]:
 
 
 def _problem(spec: FieldSpec, words: Texts, kind: str, text: str = "") -> ConfigError:
-    what = words[f"problem.{kind}"].format(label=words.label(spec.path), text=text)
+    shown = text if len(text) <= SHOWN_LETTERS else f"{text[:SHOWN_LETTERS]}…"
+    what = words[f"problem.{kind}"].format(label=words.label(spec.path), text=shown)
     return ConfigError([Problem(field=spec.path, what=what, remedy=words[f"problem.{kind}.remedy"])])
 
 

@@ -16,7 +16,7 @@ import gradio as gr
 from jobs.store import Store
 from jobs.supervisor import ensure_running
 from ui import form
-from ui.estimate import error_card, forecast_card, problems_card
+from ui.estimate import error_card, forecast_card, later_card, problems_card
 from ui.form import FieldSpec
 from ui.preview import PLAN_PREFIX, Preview, Previewer
 from ui.runs import exports
@@ -32,6 +32,8 @@ Values = Mapping[Any, Any]
 Updates = dict[Any, Any]
 
 OWN_FILES: Final = "own"
+NAME_BYTES: Final = 200
+"""An uploaded file's name is cut to this; file systems take 255."""
 DOUBLE_CLICK_S: Final = 3.0
 """Two presses of Start with the same settings within this time are one."""
 
@@ -77,7 +79,7 @@ class NewRun:
                     elem_classes="vf-estimate-box",
                     elem_id="estimate",
                     apply_default_css=False,
-                    js_on_load="window.VF.mountEstimate(element, watch)",
+                    js_on_load="window.VF.mountEstimate(element, watch, trigger)",
                 )
                 self.start = gr.Button(start["new.start"], variant="primary", elem_id="start", size="lg")
                 self.download = gr.Button(start["new.download"], elem_id="download", size="sm")
@@ -185,7 +187,7 @@ class NewRun:
         # `change` and not `input`: a text box's `input` is only sent for keys, not for a paste with the mouse.
         changes = [widget.change for widget in (*self.widgets.values(), self.data_choice)]
         gr.on(
-            changes,
+            [*changes, self.estimate.click],  # assets/panel.js asks again so long as the estimate is not ready
             self._guard(self.on_change, self.answer),
             inputs=self.inputs,
             outputs=[self.estimate, self.start, self.own],
@@ -333,7 +335,11 @@ class NewRun:
             return self._error_html(error)
 
     def _forecast_html(self, preview: Preview) -> str:
-        return forecast_card(preview.forecast, self.texts, device_name=preview.device.name, plan_only=not preview.here)
+        name = preview.device.name
+        if preview.forecast is None:
+            ask_again = next(self._number) if preview.missing == "data" else None
+            return later_card(f"estimate.later.{preview.missing}", self.texts, device_name=name, ask_again=ask_again)
+        return forecast_card(preview.forecast, self.texts, device_name=name, plan_only=not preview.here)
 
     def _error_html(self, error: VramfitError) -> str:
         if isinstance(error, ConfigError):
@@ -359,13 +365,25 @@ class NewRun:
 
 
 def keep_upload(file: Path, folder: Path) -> Path:
-    """Move an uploaded file into `folder` under its own name, or `name-2.ext` when that is taken by another file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):
-        place = folder / (file.name if number == 1 else f"{file.stem}-{number}{file.suffix}")
-        if not place.exists():
-            shutil.move(file, place)
-            return place
+    """Move an uploaded file into `folder` under its own name, or `name-2.ext` when that is taken by another file.
+
+    The form lists one path a line, so a name gets no line end, and stays short enough for `-2`. Raises UserError.
+    """
+    name = " ".join("".join(letter if letter.isprintable() else " " for letter in file.name).split()) or "data"
+    ending = Path(name).suffix[:20]
+    stem = name.removesuffix(ending).encode()[: NAME_BYTES - len(ending.encode())].decode(errors="ignore").rstrip()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            place = folder / (f"{stem}{ending}" if number == 1 else f"{stem}-{number}{ending}")
+            if not place.exists():
+                shutil.move(file, place)
+                return place
+    except OSError as error:
+        raise UserError(
+            f"{name} cannot be kept in {folder}: {error.strerror or error}",
+            "Free some room on that disk or check the folder's permissions, or type the file's own path.",
+        ) from error
     raise AssertionError("itertools.count ended")
 
 

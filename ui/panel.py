@@ -13,6 +13,7 @@ os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before gradio is imported: i
 import errno
 import functools
 import html
+import ipaddress
 import json
 import logging
 import socket
@@ -22,13 +23,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 from urllib.parse import urlencode, urlsplit
 
 import gradio as gr
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, RedirectResponse, Response
+from pydantic import Field
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jobs.store import Store
@@ -51,6 +54,9 @@ PROBE_EVERY_S: Final = 30.0
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 _YEAR: Final = "public, max-age=31536000, immutable"
 
+Number = Annotated[int, Field(ge=0, lt=2**63)]
+"""What SQLite can count."""
+
 log = logging.getLogger("vramfit.panel")
 
 
@@ -67,8 +73,8 @@ class Services:
         return self.data_dir / LOG
 
 
-def build(data_dir: Path, *, only_host: str | None = None) -> FastAPI:
-    """The whole panel as an ASGI app. `only_host`: answer only requests whose Host header names this machine.
+def build(data_dir: Path, *, only_host: str = "127.0.0.1") -> FastAPI:
+    """The whole panel as an ASGI app. `only_host`: the address it is served at, which decides what Host it answers to.
 
     Raises UserError when the data folder cannot be used.
     """
@@ -92,8 +98,7 @@ def build(data_dir: Path, *, only_host: str | None = None) -> FastAPI:
             theme=theme(),
             head=_head(texts),
         )
-    if only_host in LOOPBACK:
-        app.add_middleware(LocalOnly)
+    app.add_middleware(OwnHostOnly, host=only_host)
     return app
 
 
@@ -298,6 +303,11 @@ def _add_routes(app: FastAPI, services: Services) -> None:
     def known_error(_: Request, error: VramfitError) -> JSONResponse:
         return JSONResponse({"error": {"what": error.what, "remedy": error.remedy}}, status_code=404)
 
+    @app.exception_handler(RequestValidationError)
+    def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
+        what = f"The address {request.url.path[:80]} names no run of this panel"
+        return JSONResponse({"error": {"what": what, "remedy": "Choose a run on the Runs page."}}, status_code=422)
+
     @app.get("/", include_in_schema=False)
     def front(request: Request) -> Response:
         wanted = dict(request.query_params)
@@ -324,14 +334,14 @@ def _add_routes(app: FastAPI, services: Services) -> None:
 
     @app.get("/vramfit/data/run/{run}")
     def run(
-        run: int,
+        run: Number,
         lang: str = "en",
-        series_after: int = 0,
-        series_stride: int | None = None,
-        telemetry_after: int = 0,
-        telemetry_stride: int | None = None,
-        revision: int | None = None,
-        events_after: int = 0,
+        series_after: Number = 0,
+        series_stride: Number | None = None,
+        telemetry_after: Number = 0,
+        telemetry_stride: Number | None = None,
+        revision: Number | None = None,
+        events_after: Number = 0,
         samples_known: int = -1,
         want_log: int = 0,
     ) -> Response:
@@ -360,33 +370,56 @@ def _answer(services: Services, language: str, view: Callable[[Texts], dict[str,
         return JSONResponse({"error": {"what": error.what, "remedy": error.remedy}}, status_code=500)
 
 
-class LocalOnly:
+class OwnHostOnly:
     """Refuses requests meant for another host, and writes from another site.
 
-    A page elsewhere can point its own host name at 127.0.0.1 (DNS rebinding) or post to it; the first is told by the
-    Host header, the second by Origin.
+    A page elsewhere can point its own host name at this machine (DNS rebinding) or post to it; the first is told by the
+    Host header, the second by Origin. Served at a loopback address, only loopback names are its own. Served to a
+    network, every bare IP address and every name that no stranger can own is: single words, `.local`, this machine's.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+    def __init__(self, app: ASGIApp, *, host: str) -> None:
+        self.app, self._served_at = app, host.lower()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             return await self.app(scope, receive, send)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         host, origin = headers.get("host", ""), headers.get("origin", "")
-        if _hostname(f"//{host}") not in LOOPBACK:
-            return await _refuse(f"This panel answers only at 127.0.0.1, not at {host!r}.")(scope, receive, send)
+        if not self._is_own(_hostname(f"//{host}")):
+            way = (
+                ""
+                if self._served_at in LOOPBACK
+                else ", another address of this machine, or the name given with --host"
+            )
+            at = "127.0.0.1" if self._served_at in (*LOOPBACK, "0.0.0.0", "::", "") else self._served_at
+            return await _refuse(f"This panel answers only at {at}{way}, not at {host!r}.")(scope, receive, send)
         if scope.get("method") not in ("GET", "HEAD") and origin and urlsplit(origin).netloc != host:
             return await _refuse(f"This panel takes no orders from {origin!r}.")(scope, receive, send)
         return await self.app(scope, receive, send)
 
+    def _is_own(self, name: str) -> bool:
+        if name in LOOPBACK or (name and name == self._served_at):
+            return True
+        if self._served_at in LOOPBACK or not name:
+            return False
+        own = {socket.gethostname().lower(), socket.getfqdn().lower()} if "." in name else set()
+        return _is_address(name) or "." not in name or name.endswith(".local") or name in own
+
 
 def _hostname(address: str) -> str:
     try:
-        return urlsplit(address).hostname or ""
+        return (urlsplit(address).hostname or "").rstrip(".")
     except ValueError:
         return ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _refuse(sentence: str) -> Response:

@@ -1,23 +1,27 @@
 """What the form needs to know for its estimate: this machine, how much data there is, and the planner's answer.
 
-Kept by the panel process, so that a keystroke costs arithmetic only: the machine is probed in the background, a data
-set is surveyed once per version of its files.
+Kept by the panel process, so that a keystroke costs arithmetic only: the machine is probed in the background, and so is
+a data set surveyed, once per version of its files: while that lasts the form goes on without an estimate.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from vramfit.config import RunConfig
 from vramfit.data.read import ReadOptions, Survey, guess_workload, survey
+from vramfit.errors import ModelError
 from vramfit.hardware import catalogue as cards
 from vramfit.hardware.devices import Device, Machine, probe
-from vramfit.models.catalogue import architecture_of
+from vramfit.models.architecture import Architecture
+from vramfit.models.catalogue import architecture_of, may_be_hub_id
+from vramfit.places import is_file, is_folder, typed_path
 from vramfit.planning.plan import Forecast, Workload
 from vramfit.planning.planner import forecast_run, length_limit
 from vramfit.starter.corpus import corpus_workload
@@ -26,26 +30,51 @@ PLAN_PREFIX: Final = "plan:"
 """A card choice that starts with this names a catalogue card, not a device of this machine."""
 
 KEPT_SURVEYS: Final = 32
+SURVEYS_AT_ONCE: Final = 2
+PATIENCE_S: Final = 0.1
+"""An answer waits this long for a survey; the estimate is to follow a change within 200 ms."""
+ASKED_S: Final = 10.0
+"""A survey that nobody has asked for in this time is not begun. (A page that waits asks about every second.)"""
+COUNTED_FILES: Final = 2_000
+"""So many files of a folder are looked at to see whether it changed."""
+
+Missing = Literal["data", "model"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """A forecast and what it is for. `here` is False when the card is not in this machine."""
+    """A forecast and what it is for. `here` is False when the card is not in this machine.
 
-    forecast: Forecast
+    Without a forecast, `missing` says what is not known yet: the data (it is being read) or the model's shape (a hub id
+    whose config.json the run will fetch). Such a run can be started; the trainer plans it before step 1.
+    """
+
+    forecast: Forecast | None
     device: Device
     here: bool
+    missing: Missing | None = None
+
+
+class _Reading:
+    """A survey under way, or its outcome."""
+
+    def __init__(self) -> None:
+        self.asked_at = time.monotonic()
+        self.done = threading.Event()
+        self.found: Survey | None = None
+        self.error: Exception | None = None
 
 
 class Previewer:
-    """Forecasts for the form. Thread-safe."""
+    """Forecasts for the form. Thread-safe. An answer waits `patience_s` seconds for a survey, then goes without."""
 
-    def __init__(self, data_dir: Path) -> None:
-        self._data_dir = data_dir
+    def __init__(self, data_dir: Path, *, patience_s: float = PATIENCE_S) -> None:
+        self._data_dir, self._patience_s = data_dir, patience_s
         self._lock = threading.Lock()
         self._machine: Machine | None = None
         self._probed_at = 0.0
-        self._surveys: OrderedDict[object, Survey] = OrderedDict()
+        self._surveys: OrderedDict[object, _Reading] = OrderedDict()
+        self._turn = threading.BoundedSemaphore(SURVEYS_AT_ONCE)
 
     def refresh(self) -> None:
         """Probe the machine again (seconds, when a torch process has to be asked)."""
@@ -71,41 +100,87 @@ class Previewer:
         """The planner's answer for `config` on `card` (a torch device, "auto", or `plan:NAME`). Raises UserError."""
         here = not card.startswith(PLAN_PREFIX)
         machine = self.machine() if here else cards.machine_with(card.removeprefix(PLAN_PREFIX))
-        architecture = architecture_of(config.model)
-        limit = length_limit(config, architecture)
-        forecast = forecast_run(
-            config, architecture=architecture, machine=machine, workload=self.workload(config, max_length=limit)
-        )
-        return Preview(forecast=forecast, device=machine.device(config.device), here=here)
+        device = machine.device(config.device)
+        architecture = _shape_of(config)
+        if architecture is None:
+            self.workload(config, max_length=0)  # what is wrong with the data is said now
+            return Preview(forecast=None, device=device, here=here, missing="model")
+        workload = self.workload(config, max_length=length_limit(config, architecture))
+        if workload is None:
+            return Preview(forecast=None, device=device, here=here, missing="data")
+        forecast = forecast_run(config, architecture=architecture, machine=machine, workload=workload)
+        return Preview(forecast=forecast, device=device, here=here)
 
-    def workload(self, config: RunConfig, *, max_length: int) -> Workload:
-        """How much there is to train: known for the starter, else from a survey that is kept while the files stay."""
+    def workload(self, config: RunConfig, *, max_length: int) -> Workload | None:
+        """How much there is to train: known for the starter, else from a survey that is kept while the files stay.
+
+        None while the survey is being made. Raises DataError for data that cannot be used.
+        """
         starter = [path for path in config.data.paths if path.startswith("starter:")]
         if starter:
             return corpus_workload(starter[0])
         choice = config.data
-        found = self._survey([Path(path).expanduser() for path in choice.paths], ReadOptions.of(choice))
+        found = self._survey([typed_path(path) for path in choice.paths], ReadOptions.of(choice))
+        if found is None or not max_length:
+            return None
         return guess_workload(found, max_length, packing=choice.packing, eval_share=choice.eval_share)
 
-    def _survey(self, paths: list[Path], options: ReadOptions) -> Survey:
-        """A survey costs seconds for a large file; it is made once per version of the files and way of reading them."""
+    def _survey(self, paths: list[Path], options: ReadOptions) -> Survey | None:
+        """The survey of these files as they are now, or None while it is being made, which may take many seconds."""
         key = (repr(options), tuple(_version(path) for path in paths))
         with self._lock:
-            if key in self._surveys:
-                self._surveys.move_to_end(key)
-                return self._surveys[key]
-        found = survey(paths, options)
-        with self._lock:
-            self._surveys[key] = found
+            reading = self._surveys.get(key)
+            if reading is None:
+                reading = self._surveys[key] = _Reading()
+                arguments = (key, reading, paths, options)
+                threading.Thread(target=self._read, args=arguments, name="survey", daemon=True).start()
+            reading.asked_at = time.monotonic()
+            self._surveys.move_to_end(key)
             while len(self._surveys) > KEPT_SURVEYS:
                 self._surveys.popitem(last=False)
-        return found
+        if not reading.done.wait(self._patience_s):
+            return None
+        if reading.error is not None:
+            raise reading.error.with_traceback(None)
+        return reading.found
+
+    def _read(self, key: object, reading: _Reading, paths: list[Path], options: ReadOptions) -> None:
+        """Make one survey when it is its turn, unless nobody waits for it any more."""
+        with self._turn:
+            if time.monotonic() - reading.asked_at > ASKED_S:
+                with self._lock:
+                    self._surveys.pop(key, None)
+                return
+            try:
+                reading.found = survey(paths, options)
+            except Exception as error:
+                reading.error = error
+            reading.done.set()
 
 
-def _version(path: Path) -> tuple[str, int, int]:
-    """Changes when the file or folder does; (path, 0, 0) when it is not there, which the survey will say better."""
+def _shape_of(config: RunConfig) -> Architecture | None:
+    """The model's shape; None for a hub id that is not in the catalogue. Raises ModelError for what is no model."""
     try:
-        state = path.stat()
-    except OSError:
-        return str(path), 0, 0
-    return str(path), state.st_mtime_ns, state.st_size
+        return architecture_of(config.model)
+    except ModelError:
+        source = config.model.source
+        here = is_folder(typed_path(source)) or is_file(typed_path(source))
+        if here or "/" not in source or not may_be_hub_id(source):
+            raise
+        return None
+
+
+def _version(path: Path) -> tuple[str, int, int, int]:
+    """Changes when the file does, or a file in the folder; zeros when it is not there, which the survey says better."""
+    states = []
+    try:
+        states.append(path.stat())
+        if is_folder(path):
+            for folder, _, names in os.walk(path):
+                states += [Path(folder, name).lstat() for name in names[: COUNTED_FILES - len(states)]]
+                if len(states) >= COUNTED_FILES:
+                    break
+    except (OSError, ValueError):  # gone meanwhile, or a name that no file can have
+        pass
+    latest = max((max(state.st_mtime_ns, state.st_ctime_ns) for state in states), default=0)
+    return str(path), len(states), latest, sum(state.st_size for state in states)

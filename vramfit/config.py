@@ -67,7 +67,7 @@ class AdapterChoice(Part):
     """LoRA: W + alpha / rank * B A on the target linears. `alpha="auto"` is twice the rank."""
 
     rank: Annotated[int, Field(ge=1, le=1024)] = 16
-    alpha: Annotated[float, Field(gt=0)] | Auto = "auto"
+    alpha: Annotated[float, Field(gt=0, le=1_000_000)] | Auto = "auto"
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
 
@@ -85,13 +85,13 @@ class ScheduleChoice(Part):
     weight_decay: Annotated[float, Field(ge=0.0, le=10)] = 0.01
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.999
-    max_grad_norm: Annotated[float, Field(ge=0.0)] = 1.0
+    max_grad_norm: Annotated[float, Field(ge=0.0, le=1_000_000_000)] = 1.0
 
 
 class MemoryWishes(Part):
     """What the planner may decide, each "auto" or fixed. `budget_gib` is GiB of device memory the run may use."""
 
-    budget_gib: Annotated[float, Field(gt=0)] | Auto = "auto"
+    budget_gib: Annotated[float, Field(gt=0, le=1_048_576)] | Auto = "auto"
     micro_batch: Annotated[int, Field(ge=1, le=65_536)] | Auto = "auto"
     precision: Precision | Auto = "auto"
     activations: Literal["auto", "keep", "recompute"] = "auto"
@@ -102,9 +102,9 @@ class MemoryWishes(Part):
 class OutputChoice(Part):
     """What is kept. Cadences count optimizer steps; "auto" is about ten a run. 0 turns evaluation off."""
 
-    checkpoint_every: Annotated[int, Field(ge=1)] | Auto = "auto"
+    checkpoint_every: Annotated[int, Field(ge=1, le=100_000_000)] | Auto = "auto"
     keep_checkpoints: Annotated[int, Field(ge=1, le=1000)] = 2
-    evaluate_every: Annotated[int, Field(ge=0)] | Auto = "auto"
+    evaluate_every: Annotated[int, Field(ge=0, le=100_000_000)] | Auto = "auto"
     prompts: tuple[str, ...] = ()
     sample_tokens: Annotated[int, Field(ge=0, le=4096)] = 120
     export: Literal["auto", "adapter", "merged", "model"] = "auto"
@@ -279,6 +279,8 @@ def _explain(item: ErrorDetails) -> tuple[str, str]:
             return f"is {value}, which is not a number", "Write digits and a point, such as 0.0002 or 2e-4."
         case "literal_error":
             return f"is {value}, which is not a choice", f"Choose {limits['expected']}."
+        case "bool_parsing" | "bool_type":
+            return f"is {value}, which is neither yes nor no", "Write true or false."
         case "string_too_long":
             return f"has {len(item['input'])} characters, the most is {limits['max_length']}", "Shorten it."
         case "string_too_short" | "too_short":

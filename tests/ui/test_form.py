@@ -128,3 +128,31 @@ def test_what_fits_no_field_alone_is_still_reported() -> None:
 def test_a_problem_inside_a_list_belongs_to_the_lists_field() -> None:
     assert form.field_of("data.paths.0") == "data.paths"
     assert form.field_of("nowhere.at.all") == ""
+
+
+@pytest.mark.parametrize("text", ["1e309", "-1e309", "nan", "inf", "9" * 5000])
+@pytest.mark.parametrize(
+    "spec", [spec for spec in form.field_specs() if spec.kind == "number"], ids=lambda spec: spec.path
+)
+def test_no_number_is_infinite(spec: form.FieldSpec, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        form.read({spec.path: text}, EN)
+    (problem,) = caught.value.problems
+    assert problem.field == spec.path
+    assert text[:50] in problem.what
+    assert len(problem.what) < 150
+
+
+@pytest.mark.parametrize("text", ["1e300", "-1e300", "1" + "0" * 30])
+@pytest.mark.parametrize(
+    "spec", [spec for spec in form.field_specs() if spec.kind == "number"], ids=lambda spec: spec.path
+)
+def test_every_number_has_its_limits(spec: form.FieldSpec, text: str) -> None:
+    with pytest.raises(ConfigError):
+        form.read({spec.path: text}, EN)
+
+
+def test_a_problem_repeats_only_the_beginning_of_a_long_text() -> None:
+    with pytest.raises(ConfigError) as caught:
+        form.read({"seed": "x" * 100_000, "data.columns": "y" * 100_000}, EN)
+    assert all(len(problem.what) < 150 for problem in caught.value.problems)

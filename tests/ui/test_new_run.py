@@ -13,7 +13,7 @@ import pytest
 from jobs.store import Store
 from ui import new_run
 from ui.new_run import OWN_FILES, NewRun, keep_upload
-from ui.preview import PLAN_PREFIX, Previewer
+from ui.preview import PLAN_PREFIX, Preview, Previewer
 from ui.texts import texts_of
 from vramfit.config import RunConfig
 from vramfit.errors import UserError
@@ -34,7 +34,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 @pytest.fixture
 def page(store: Store, started: list[Path], in_loop: Callable[..., Any]) -> NewRun:
-    previewer = Previewer(store.data_dir)
+    previewer = Previewer(store.data_dir, patience_s=30)
 
     def make() -> NewRun:
         with gr.Blocks(analytics_enabled=False):
@@ -120,7 +120,7 @@ def test_a_model_too_large_says_by_how_much_and_what_would_help(page: NewRun, st
     [
         ({"data": OWN_FILES}, "data.paths"),
         ({"data": OWN_FILES, "data__paths": "/nowhere/at/all.jsonl"}, "data.paths"),
-        ({"model__source": "nobody/nothing", "method": "lora"}, "model.source"),
+        ({"model__source": "no/such/folder", "method": "lora"}, "model.source"),
         ({"method": "lora"}, "method"),
     ],
 )
@@ -188,3 +188,43 @@ def test_a_trained_starter_can_be_fine_tuned_on(page: NewRun, store: Store, seed
     assert updates[page.widgets["method"]] == "lora"
     with pytest.raises(UserError):
         page.on_tune(store.add_job(RunConfig()))
+
+
+def test_a_hub_id_can_be_started_without_an_estimate(page: NewRun, store: Store) -> None:
+    chosen = _values(page, model__source="nobody/nothing", method="lora")
+    shown = page.on_change(chosen)[page.estimate]
+    assert "config.json" in shown
+    assert "data-again" not in shown
+    page.on_start(chosen, SESSION)
+    assert store.jobs()[0].config.model.source == "nobody/nothing"
+    assert store.jobs()[0].forecast is None
+
+
+def test_the_page_asks_again_while_the_data_is_read(page: NewRun) -> None:
+    page.previewer.preview = lambda config, card: Preview(
+        forecast=None, device=page.previewer.machine().device("auto"), here=True, missing="data"
+    )
+    first, second = (page.on_change(_values(page))[page.estimate] for _ in range(2))
+    assert "data-again" in first
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    "name", ["two\nlines\x07.txt", "n" * 240 + ".jsonl", "数" * 80 + ".txt", ".hidden", "a" * 200 + "." + "b" * 40]
+)
+def test_an_uploads_name_is_one_short_line(tmp_path: Path, name: str) -> None:
+    kept = []
+    for number in range(2):
+        file = tmp_path / str(number) / name
+        file.parent.mkdir()
+        file.touch()
+        kept.append(keep_upload(file, tmp_path / "kept"))
+    assert kept[0] != kept[1]
+    assert all(place.is_file() and place.name.isprintable() for place in kept)
+    assert kept[0].suffix == Path(name).suffix[:20]
+
+
+def test_an_upload_that_cannot_be_kept_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "kept").touch()
+    with pytest.raises(UserError, match=r"mine\.txt cannot be kept"):
+        keep_upload(tmp_path / "mine.txt", tmp_path / "kept")

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi.responses import PlainTextResponse
 from fastapi.testclient import TestClient
 
 from jobs.store import PANEL_LEASE
 from ui import panel
-from ui.panel import Keeper, bind, build, guarded
+from ui.panel import Keeper, OwnHostOnly, bind, build, guarded
 from ui.texts import texts_of
 from vramfit.config import RunConfig
 from vramfit.errors import DataError, UserError
@@ -181,3 +182,37 @@ def test_the_keeper_says_that_a_panel_is_open_and_wakes_the_queue(
 def test_a_new_page_shows_what_was_added_meanwhile(client: TestClient) -> None:
     run = client.app.state.services.store.add_job(RunConfig(name="From elsewhere"))
     assert client.get("/vramfit/data/run/0").json()["job"]["id"] == run
+
+
+@pytest.mark.parametrize("path", ["run/abc", "run/1e+26", "run/" + "9" * 26, "run/-1", "run/1?series_after=x"])
+def test_a_malformed_address_is_one_sentence(client: TestClient, path: str) -> None:
+    answer = client.get(f"/vramfit/data/{path}")
+    assert 400 <= answer.status_code < 500
+    assert set(answer.json()["error"]) == {"what", "remedy"}
+
+
+@pytest.mark.parametrize(
+    ("served_at", "host", "own"),
+    [
+        ("0.0.0.0", "192.168.1.5:7860", True),
+        ("0.0.0.0", "box.local", True),
+        ("0.0.0.0", "box:7860", True),
+        ("0.0.0.0", "localhost", True),
+        ("::", "[fe80::1]:7860", True),
+        ("box.example", "BOX.example:7860", True),
+        ("0.0.0.0", "evil.example", False),
+        ("0.0.0.0", "192.168.1.5.evil.example", False),
+        ("0.0.0.0", "", False),
+        ("192.168.1.5", "evil.example", False),
+        ("box.example", "evil.example", False),
+        ("127.0.0.1", "192.168.1.5", False),
+    ],
+)
+def test_a_panel_in_a_network_answers_to_no_strangers_name(served_at: str, host: str, own: bool) -> None:
+    app = OwnHostOnly(PlainTextResponse("yes"), host=served_at)
+    client = TestClient(app, base_url="http://127.0.0.1")
+    answer = client.get("/", headers={"host": host})
+    assert answer.status_code == (200 if own else 403)
+    if own:
+        assert client.post("/", headers={"host": host, "origin": "http://evil.example"}).status_code == 403
+        assert client.post("/", headers={"host": host, "origin": f"http://{host}"}).status_code == 200

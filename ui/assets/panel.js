@@ -128,8 +128,14 @@
   };
 
   // ---- New run: the estimate repeats each problem at its field, and keeps its folds open -------------------------
-  VF.mountEstimate = (element, watch) => {
+  VF.mountEstimate = (element, watch, trigger) => {
     let open = new Set();
+    let again = 0;
+    const askAgain = () => {
+      if (!element.querySelector("[data-again]")) return;
+      if (document.hidden || VF.place().page !== "new") again = setTimeout(askAgain, 1000);
+      else trigger("click", {});
+    };
     element.addEventListener("toggle", (event) => {
       const folds = [...element.querySelectorAll("details")];
       const index = folds.indexOf(event.target);
@@ -138,6 +144,8 @@
     const after = () => {
       element.querySelectorAll("details").forEach((fold, index) => { fold.open = open.has(index); });
       VF.markFields(element);
+      clearTimeout(again);
+      again = setTimeout(askAgain, 700);
       VF.estimateShownAt = performance.now();
     };
     watch("value", after);

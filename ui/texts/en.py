@@ -138,6 +138,12 @@ WORDS: dict[str, str] = {
     "estimate.rates.measured": "Speed from rates measured on this machine.",
     "estimate.you": "you",
     "estimate.problems": "Please look at:",
+    "estimate.later": "Later",
+    "estimate.later.data": "The data is being read, and the estimate follows. You can start before: the run checks "
+    "that it fits before step 1.",
+    "estimate.later.model": "No folder here and no model of the catalogue has this name, so it is taken for a hub id "
+    "and downloaded when the run starts. The estimate comes once its config.json is downloaded; the run checks that it "
+    "fits before step 1.",
     "estimate.unavailable": "No estimate",
     "estimate.plan_only": "{name} is not in this machine, so Start is off. Download the config and run it there.",
     "estimate.on": "on {name}",

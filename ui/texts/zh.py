@@ -135,6 +135,10 @@ WORDS: dict[str, str] = {
     "estimate.rates.measured": "速度来自本机实测。",
     "estimate.you": "你选的",
     "estimate.problems": "请看这里：",
+    "estimate.later": "稍后",
+    "estimate.later.data": "正在读取数据，预估随后就到。不必等待，现在就可以开始：第 1 步之前会检查是否放得下。",
+    "estimate.later.model": "本机没有这个文件夹，模型目录里也没有这个名称，因此把它当作 hub 上的模型，开始运行时下载。"
+    "config.json 下载后才有预估；第 1 步之前会检查是否放得下。",
     "estimate.unavailable": "没有预估",
     "estimate.plan_only": "这是为 {name} 做的规划，本机没有它，所以不能开始。请下载配置，到那台机器上运行。",
     "estimate.on": "在 {name} 上",

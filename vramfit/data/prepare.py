@@ -26,6 +26,7 @@ from vramfit.data.report import LengthSummary, Report, survey_from_json, survey_
 from vramfit.data.rows import Row, rows_of
 from vramfit.data.shapes import Conversation, Document, Dropped
 from vramfit.errors import DataError
+from vramfit.places import typed_path
 from vramfit.planning.plan import Workload
 
 BATCH_ROWS: Final = 1000

@@ -20,6 +20,7 @@ from vramfit.data.rows import BadRow, Layout, Row, TextSplit, rows_of
 from vramfit.data.shapes import Conversation, Document, Dropped, Kind, Shape, recognise
 from vramfit.data.sources import Scan, find_files, scan
 from vramfit.errors import DataError
+from vramfit.places import is_folder
 from vramfit.planning.plan import Workload
 
 SHAPE_SAMPLE_ROWS: Final = 100

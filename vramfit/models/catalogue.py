@@ -50,14 +50,15 @@ def architecture_of(model: ModelChoice) -> Architecture:
         return found
     if is_file(folder):
         raise ModelError(f"{folder} is a file", "Give the folder that holds config.json and the .safetensors files.")
+    shown = model.source if len(model.source) <= 200 else f"{model.source[:200]}..."
     raise ModelError(
-        f"There is no folder {model.source!r}, and the catalogue of {len(_entries())} models does not have it",
+        f"There is no folder {shown!r}, and the catalogue of {len(_entries())} models does not have it",
         f"Download the model and give its folder.{_nearest(model.source)}",
     )
 
 
 def may_be_hub_id(source: str) -> bool:
-    """`name` or `owner/name`, as the hub allows them: at most 96 characters, letters, digits, and `-`, `_`, `.` within."""
+    """`name` or `owner/name`, as the hub allows them: up to 96 letters, digits, and `-`, `_`, `.` within."""
     well_formed = _HUB_ID.fullmatch(source) is not None and not source.endswith(".git")
     return well_formed and len(source) <= 96 and "--" not in source and ".." not in source
 
