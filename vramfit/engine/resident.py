@@ -19,6 +19,7 @@ from vramfit.engine.randomness import random_state, set_random_state
 from vramfit.engine.recovery import halves, is_out_of_memory, release_memory
 from vramfit.errors import CheckpointError, DataError, WontFit
 from vramfit.planning.plan import Plan
+from vramfit.units import format_bytes
 
 _MODEL, _OPTIMIZER, _RANDOM = "model.", "optimizer.", "random."
 
@@ -111,21 +112,32 @@ class ResidentExecutor:
             group["lr"] = learning_rate
         with self._peak.watch(largest):
             losses, tokens, recovered = self._accumulate(pieces)
-            return self._finish(losses, tokens, recovered)
+            try:
+                return self._finish(losses, tokens, recovered)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise self._no_room_for_optimizer(error) from error
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[float, int]:
         """(mean loss over the trained tokens, their number), without dropout and without changing anything.
 
-        Raises DataError when no token carries loss.
+        Where memory runs out, the pieces are halved and what is left is done in those. Raises DataError when no token
+        carries loss, and WontFit when memory runs out even with a single sequence at a time.
         """
         total, tokens = 0.0, 0
         with evaluation_mode(self.model):
             for batch in micro_batches:
-                for piece in self._cut(Piece.of(batch)):
-                    targets = targets_of(piece)
-                    if targets.count:
-                        total += self._summed_loss(piece, targets).item()
-                        tokens += targets.count
+                waiting = self._cut(Piece.of(batch))
+                while waiting:
+                    targets = targets_of(waiting[0])
+                    loss, failure = self._try_loss(waiting[0], targets)
+                    if failure:
+                        self._shrink([waiting[0]], failure)
+                        waiting = [part for piece in waiting for part in self._cut(piece)]
+                        continue
+                    total, tokens = total + loss, tokens + targets.count
+                    del waiting[0]
         if tokens == 0:
             raise _no_tokens("The held-out share")
         return total / tokens, tokens
@@ -146,7 +158,8 @@ class ResidentExecutor:
                 tensors[f"{_OPTIMIZER}{name}.{key}"] = value.detach()
         for name, state in random_state(self.device).items():
             tensors[_RANDOM + name] = state
-        return tensors, {"scaler": self._scaler.state_dict() if self._scaler else None}
+        # Which rows go through together decides the last bits, and which dropout they meet.
+        return tensors, {"scaler": self._scaler.state_dict() if self._scaler else None, "most_rows": self._most_rows}
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Put the result of `state` back, bit for bit. Raises CheckpointError when it is of another model."""
@@ -163,6 +176,7 @@ class ResidentExecutor:
                 self._set_optimizer_state(self._trained[parameter_name], key, value)
         if self._scaler and values.get("scaler"):
             self._scaler.load_state_dict(dict(values["scaler"]))
+        self._most_rows = int(values.get("most_rows", 0))
         states = {name.removeprefix(_RANDOM): value for name, value in tensors.items() if name.startswith(_RANDOM)}
         set_random_state(self.device, states)
 
@@ -185,16 +199,32 @@ class ResidentExecutor:
                 failure = str(error)
             # Outside the except block: while it lasts, the traceback keeps the failed attempt's tensors alive.
             self.optimizer.zero_grad(set_to_none=True)
-            largest = max(piece.rows for piece in pieces)
-            if largest == 1:
-                raise self._wont_fit(pieces, failure)
-            self._most_rows = halves(largest)[0]
-            release_memory(self.device)
+            largest = self._shrink(pieces, failure)
             pieces = [part for piece in pieces for part in self._cut(piece)]
             set_random_state(self.device, before)
             recovered = (
                 f"Memory ran out with {largest} sequences at a time; the step was repeated with {self._most_rows}"
             )
+
+    def _try_loss(self, piece: Piece, targets: Targets) -> tuple[float, str]:
+        """(summed loss, ""), or (0, why memory ran out)."""
+        if targets.count == 0:
+            return 0.0, ""
+        try:
+            return self._summed_loss(piece, targets).item(), ""
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return 0.0, str(error) or type(error).__name__
+
+    def _shrink(self, pieces: Sequence[Piece], failure: str) -> int:
+        """Memory ran out: from now on half as many rows at once. Returns how many they were, or raises WontFit."""
+        largest = max(piece.rows for piece in pieces)
+        if largest == 1:
+            raise self._wont_fit(pieces, failure)
+        self._most_rows = halves(largest)[0]
+        release_memory(self.device)
+        return largest
 
     def _try_accumulate(self, pieces: Sequence[Piece]) -> tuple[list[Tensor], int]:
         targets = [targets_of(piece) for piece in pieces]
@@ -253,6 +283,18 @@ class ResidentExecutor:
         fused = any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
         device = self.device if key != "step" or fused else torch.device("cpu")
         self.optimizer.state[parameter][key] = value.to(device, copy=True)
+
+    def _no_room_for_optimizer(self, error: BaseException) -> WontFit:
+        """Its states are made at the first step and all gradients are there: smaller pieces would not help."""
+        allocated, _ = self.memory()
+        first_line = str(error).splitlines()[0] if str(error) else "out of memory"
+        return WontFit(
+            f"Memory ran out in the optimizer's step, beside {format_bytes(allocated)} of tensors ({first_line})",
+            needed_bytes=max(allocated, self.plan.budget_bytes),
+            available_bytes=self.plan.budget_bytes,
+            phase="step",
+            suggestions=("End other programs that use this memory, or choose lora or qlora, which train far less.",),
+        )
 
     def _wont_fit(self, pieces: Sequence[Piece], failure: str) -> WontFit:
         longest = max(piece.input_ids.shape[1] for piece in pieces)

@@ -245,6 +245,45 @@ def test_out_of_memory_with_a_single_sequence_ends_the_run_with_a_sentence(tiny)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_out_of_memory_in_evaluation_goes_on_in_smaller_pieces(tiny):
+    batches = [tiny.pad(tiny.sequences(*LENGTHS)), tiny.pad(tiny.sequences(4, 6, seed=2))]
+    model = tiny.build("llama")
+    executor = executor_for(model, tiny)
+    wanted, tokens = executor.evaluate(batches)
+    limit_rows(model, 2)
+    found, same_tokens = executor.evaluate(batches)
+    assert (found, same_tokens) == (pytest.approx(wanted, rel=1e-6), tokens)
+    limit_rows(model, 0)
+    with pytest.raises(WontFit, match="single sequence"):
+        executor.evaluate(batches)
+
+
+def test_what_memory_bears_is_remembered_over_a_resume(tiny):
+    """With dropout, other pieces would meet other random numbers."""
+    model = tiny.build("llama", attention_dropout=0.3)
+    executor = executor_for(model, tiny)
+    batch = tiny.pad(tiny.sequences(*LENGTHS))
+    limit_rows(model, 2)
+    executor.step([batch], 1e-3)
+    tensors, values = executor.state()
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    wanted = executor.step([batch], 1e-3)
+    other = executor_for(tiny.build("llama", seed=5, attention_dropout=0.3), tiny)
+    other.load_state(tensors, json.loads(json.dumps(values)))
+    assert other.step([batch], 1e-3).loss == wanted.loss
+
+
+def test_no_room_for_the_optimizer_is_one_sentence(tiny, monkeypatch):
+    executor = executor_for(tiny.build("llama"), tiny)
+
+    def no_room() -> None:
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    monkeypatch.setattr(executor.optimizer, "step", no_room)
+    with pytest.raises(WontFit, match=r"optimizer's step.*2 GiB"):
+        executor.step([tiny.pad(tiny.sequences(9))], 1e-3)
+
+
 def test_other_errors_are_not_taken_for_out_of_memory(tiny):
     model = tiny.build("llama")
     executor = executor_for(model, tiny)
