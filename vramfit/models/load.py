@@ -72,6 +72,22 @@ def load_model(config: RunConfig, plan: Plan, *, cache: Path) -> nn.Module:
     )
 
 
+def check_weights(config: RunConfig) -> None:
+    """What can be said of a folder's weights without reading them: whole, and such that the method can train them.
+
+    Raises ModelError. The starter, a model from the hub and a run from random weights have none to check.
+    """
+    folder = local_folder(config.model)
+    if config.model.source == STARTER_MODEL or config.method == "pretrain" or folder is None:
+        return
+    values = check_folder(folder)
+    if values.get("quantization_config") and config.method != "qlora":
+        raise ModelError(
+            f"{folder} is stored quantised, and {config.method!r} needs the weights as numbers",
+            "Choose the original 16-bit model, or the method qlora.",
+        )
+
+
 def build_starter() -> nn.Module:
     """The starter with random weights (seed torch before), fp32 on the CPU."""
     # Straight from the family's own module: the automatic classes look through every family there is.

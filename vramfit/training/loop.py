@@ -25,7 +25,7 @@ from vramfit.errors import CheckpointError, UserError
 from vramfit.hardware.devices import Machine, probe
 from vramfit.models.export import export_run
 from vramfit.models.generate import generate
-from vramfit.models.load import load_model, load_tokenizer, read_architecture
+from vramfit.models.load import check_weights, load_model, load_tokenizer, read_architecture
 from vramfit.planning.plan import Forecast, Plan
 from vramfit.planning.planner import forecast_run, length_limit
 from vramfit.training import checkpoint
@@ -38,7 +38,8 @@ from vramfit.training.metrics import (
     StepMetrics,
     TextSample,
 )
-from vramfit.training.samples import sample_prompts
+from vramfit.training.samples import prompt_ids, sample_prompts
+from vramfit.training.vocabulary import with_known_tokens
 from vramfit.units import format_bytes, format_count
 
 CHECKPOINTS, EXPORT = "checkpoints", "export"
@@ -66,6 +67,7 @@ def train(
     recorder.phase(PhaseProgress(name="loading", detail="the tokenizer"))
     machine = machine or probe(folder)
     architecture = read_architecture(config.model)
+    check_weights(config)  # by their headers, before minutes go into the data
     tokenizer = load_tokenizer(config.model, cache)
 
     data = prepare(
@@ -78,6 +80,7 @@ def train(
             PhaseProgress(name="tokenising", done=done, total=total, unit="rows")
         ),
     )
+    data = with_known_tokens(data, architecture, prompt_ids(config, data, tokenizer))
     recorder.phase(PhaseProgress(name="planning"))
     forecast = forecast_run(config, architecture=architecture, machine=machine, workload=data.workload)
     recorder.forecast(forecast)
@@ -137,8 +140,12 @@ class _Run:
     final_loss: float | None = None
     eval_loss: float | None = None
     peak_allocated_bytes: int = 0
+    micro_batch: int = field(init=False)
     _refused_in_a_row: int = 0
     _process: psutil.Process = field(default_factory=psutil.Process)
+
+    def __post_init__(self) -> None:
+        self.micro_batch = self.plan.micro_batch
 
     def step(self, step: int) -> None:
         """One optimizer step over the rows that belong to it, and its metrics."""
@@ -155,7 +162,7 @@ class _Run:
         if not self.data.held_out:
             return
         self.recorder.phase(PhaseProgress(name="evaluating", done=step, total=self.order.total_steps, unit="steps"))
-        loss, tokens = self.executor.evaluate(split(self.data.held_out, self.plan.micro_batch, self.data.pad_id))
+        loss, tokens = self.executor.evaluate(split(self.data.held_out, self.micro_batch, self.data.pad_id))
         self.eval_loss = loss
         self.recorder.evaluation(Evaluation(step=step, time=time.time(), loss=loss, tokens=tokens))
 
@@ -167,7 +174,14 @@ class _Run:
             self.folder / CHECKPOINTS,
             step=step,
             tensors=tensors,
-            values={"executor": values, "identity": self._identity(), "eval_loss": self.eval_loss},
+            values={
+                "executor": values,
+                "identity": self._identity(),
+                "micro_batch": self.micro_batch,
+                "final_loss": self.final_loss,
+                "eval_loss": self.eval_loss,
+                "peak_allocated_bytes": self.peak_allocated_bytes,
+            },
             keep=self.config.output.keep_checkpoints,
         )
         self._say("info", "checkpoint", f"Checkpoint saved at step {step}.", step=step)
@@ -183,7 +197,10 @@ class _Run:
         saved = found.checkpoint
         self._check_identity(saved.values["identity"])
         self.executor.load_state(saved.tensors, saved.values["executor"])
-        self.eval_loss = saved.values["eval_loss"]
+        self.final_loss, self.eval_loss = saved.values.get("final_loss"), saved.values["eval_loss"]
+        self.peak_allocated_bytes = saved.values.get("peak_allocated_bytes", 0)
+        # Memory that is free now must not change the last bits, nor the dropout: only less of it makes smaller ones.
+        self.micro_batch = min(self.micro_batch, saved.values.get("micro_batch", self.micro_batch))
         self._say("info", "resume", f"Resumed at step {saved.step}.", step=saved.step)
         return saved.step
 
@@ -228,7 +245,7 @@ class _Run:
 
     def _micro_batches(self, rows: Sequence[int]) -> list[MicroBatch]:
         examples = [self.data.train[row] for row in rows]
-        return split(examples, self.plan.micro_batch, self.data.pad_id)
+        return split(examples, self.micro_batch, self.data.pad_id)
 
     def _report_step(self, step: int, result: StepResult, *, rate: float, seconds: float) -> None:
         allocated, reserved = self.executor.memory()

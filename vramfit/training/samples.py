@@ -35,6 +35,17 @@ def sample_prompts(config: RunConfig, data: PreparedData, tokenizer: Any) -> lis
     return [Prompt(text=tokenizer.decode(tokens, skip_special_tokens=True), tokens=tokens) for tokens in usable]
 
 
+def prompt_ids(config: RunConfig, data: PreparedData, tokenizer: Any) -> set[int]:
+    """Every token the samples begin with."""
+    from vramfit.models.generate import prompt_tokens
+
+    found: set[int] = set()
+    for prompt in sample_prompts(config, data, tokenizer):
+        text = prompt.text if prompt.tokens is None else prompt.tokens
+        found.update(prompt_tokens(tokenizer, text, as_chat=prompt.as_chat).flatten().tolist())
+    return found
+
+
 def _beginning(example: Example) -> tuple[int, ...]:
     """The tokens before the first answer; the first few of a document, where everything is to be learned."""
     first = int(example.trained.argmax())
