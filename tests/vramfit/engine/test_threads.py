@@ -10,12 +10,16 @@ from vramfit.engine.threads import let_threads_sleep
 
 
 def test_threads_sleep_unless_the_user_chose(monkeypatch):
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
     let_threads_sleep()
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert os.environ["GOMP_SPINCOUNT"] == "1000"
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    monkeypatch.delenv("GOMP_SPINCOUNT")
     let_threads_sleep()
     assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert "GOMP_SPINCOUNT" not in os.environ
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems' OpenMP does not print its settings so")
@@ -25,6 +29,7 @@ def test_torch_reads_it_when_it_is_set_before_the_import():
         "assert 'torch' not in sys.modules; import torch"
     )
     environment = os.environ | {"OMP_DISPLAY_ENV": "TRUE"}
-    environment.pop("OMP_WAIT_POLICY", None)
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        environment.pop(name, None)
     told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
     assert "OMP_WAIT_POLICY = 'PASSIVE'" in told.stderr
