@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from vramfit import __version__
 from vramfit.commands import data, estimate, plan, train
@@ -46,8 +47,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return GOOD
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as all of VRAMFit's commands do, not below a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(WRONG_INPUT, f"{self.prog}: {message}. See {self.prog} --help.\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="vramfit", description="Train language models on the card you own.")
+    parser = _Parser(prog="vramfit", description="Train language models on the card you own.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module, name, text in (

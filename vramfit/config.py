@@ -6,6 +6,7 @@ A wish is either fixed by the user or "auto"; every "auto" is decided by the pla
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
@@ -16,8 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic_core import ErrorDetails
 
 from vramfit.errors import ConfigError, Problem
+from vramfit.places import is_file
+from vramfit.yaml_text import YamlProblem, load_yaml
 
 CONFIG_VERSION: Final = 1
+MAX_FILE_BYTES: Final = 1024 * 1024
 
 Auto = Literal["auto"]
 Method = Literal["pretrain", "full", "lora", "qlora"]
@@ -144,22 +148,11 @@ class RunConfig(Part):
     def from_file(cls, path: Path) -> Self:
         """Read a YAML or JSON file (UTF-8, with or without BOM). Raises ConfigError."""
         try:
-            text = path.read_text(encoding="utf-8-sig")
-        except FileNotFoundError:
-            raise ConfigError([Problem(field="", what=f"There is no file {path}", remedy="Check the path.")]) from None
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            raise ConfigError(
-                [Problem(field="", what=f"{path} cannot be read: {reason}", remedy="Save it as a UTF-8 text file.")]
-            ) from None
-        try:
-            values = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-            raise ConfigError(
-                [Problem(field="", what=f"{path.name} is not YAML or JSON{place}", remedy="Correct that line.")]
-            ) from None
+            values = load_yaml(_text_of(path))
+        except YamlProblem as error:
+            what = f"{path.name} is not YAML or JSON{error.place}: {error.reason}"
+            remedy = "Correct that line." if error.line else "Correct the file."
+            raise ConfigError([Problem(field="", what=what, remedy=remedy)]) from None
         if not isinstance(values, dict):
             raise ConfigError(
                 [
@@ -203,9 +196,32 @@ class RunConfig(Part):
         return {"pretrain": 2e-3, "full": 2e-5, "lora": 2e-4, "qlora": 2e-4}[self.method]
 
 
+def _text_of(path: Path) -> str:
+    """The text of a settings file. Raises ConfigError."""
+    try:
+        size = path.stat().st_size
+        if not is_file(path):
+            what, remedy = f"{path} is no file", "Give the file that holds the settings."
+        elif size > MAX_FILE_BYTES:
+            what = f"{path} has {size:,} bytes, the most for settings is {MAX_FILE_BYTES:,}"
+            remedy = "Give the file that holds the settings, not the data."
+        else:
+            return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        what, remedy = f"There is no file {path}", "Check the path."
+    except UnicodeDecodeError:
+        what, remedy = f"{path} cannot be read: it is not UTF-8 text", "Save it as a UTF-8 text file."
+    except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
+        what = f"{str(path)[:200]} cannot be read: {getattr(error, 'strerror', None) or error}"
+        remedy = "Check the path and its permissions."
+    raise ConfigError([Problem(field="", what=what, remedy=remedy)])
+
+
 def _cross_field_problems(config: RunConfig) -> list[Problem]:
     """What no single field can see."""
     problems = []
+    if not all(path.strip() for path in config.data.paths):
+        problems.append(Problem(field="data.paths", what="data.paths holds an empty path", remedy="Name a file."))
     starter_data = [path for path in config.data.paths if path.startswith("starter:")]
     unknown = [path for path in starter_data if path not in (STARTER_STORIES, STARTER_QUESTIONS)]
     if unknown:
@@ -285,6 +301,14 @@ def _explain(item: ErrorDetails) -> tuple[str, str]:
             return f"has {len(item['input'])} characters, the most is {limits['max_length']}", "Shorten it."
         case "string_too_short" | "too_short":
             return "is empty", "Give it a value."
+        case "string_type" | "string_unicode":
+            return f"is {value}, which is not text", "Write text, in quotes where it looks like a number."
+        case "tuple_type" | "list_type":
+            return f"is {value}, which is not a list", "Write a list, such as [one, two]."
+        case "model_type" | "dict_type":
+            return f"is {value}, which holds no settings", "Write `setting: value` lines below it."
+        case "invalid_key":
+            return "is not a setting of this version", "Remove it, or check its spelling."
         case "string_pattern_mismatch":
             return f"is {value}, which names no device", "Choose auto, cpu, mps, or a card such as cuda:0 or xpu:0."
         case "value_error":
@@ -298,5 +322,8 @@ def _is_field_name(part: int | str) -> bool:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = reprlib.repr(value)  # bounded: YAML's anchors can name a billion values in a few lines
+    except ValueError:
+        text = "a number of more than 4,300 digits"
     return text if len(text) <= 60 else text[:57] + "..."

@@ -62,9 +62,14 @@ class ConfigError(UserError):
             raise AssertionError("a ConfigError needs at least one problem")
         self.problems = tuple(problems)
         super().__init__(
-            "; ".join(f"{problem.field}: {problem.what.rstrip('.')}".lstrip(": ") for problem in problems),
+            "; ".join(_named(problem) for problem in problems),
             " ".join(dict.fromkeys(problem.remedy for problem in problems if problem.remedy)),
         )
+
+
+def _named(problem: Problem) -> str:
+    what = problem.what.rstrip(".")
+    return what if not problem.field or what.startswith(problem.field) else f"{problem.field}: {what}"
 
 
 class DataError(UserError):

@@ -99,12 +99,41 @@ def test_a_config_file_and_flags_on_top_of_it(tmp_path: Path, capsys: pytest.Cap
         (("plan", "--model", "meta-llama/Llama-3.1-70B", "--method", "full", "--card", "RTX 3060"), "GiB"),
         (("train", "absent.yaml"), "absent.yaml"),
         (("data", "absent.json"), "absent.json"),
+        (("data", "absent.json", "--max-length", "3"), "data.max_length is '3', the least is 8"),
+        (("data", "absent.json", "--max-length", "many"), "not a whole number"),
+        (("data", ""), "empty path"),
+        (("data", "absent.json", "--model", ""), "model.source is empty"),
+        (("estimate", "--set", "seed=[1"), "--set seed cannot be read"),
+        (("estimate", "--set", "seed=" + "[" * 5000), "nested more than 32 deep"),
+        (("estimate", "--set", "seed=" + "9" * 5000), "4300 digits"),
+        (("estimate", "--set", "=3"), "names no setting"),
+        (("estimate", "--set", "memory..loss=full"), "names no setting"),
+        (("estimate", "--card", ""), "no ''"),
+        (("estimate", "--card", "RTX 4090", "--ram-gib", "nan"), "--ram-gib is nan"),
+        (("estimate", "--card", "RTX 4090", "--ram-gib", "1e300"), "at most 1,048,576"),
+        (("estimate", "--card", "RTX 4090", "--ram-gib", "-1"), "--ram-gib is -1"),
+        (("estimate", "--ram-gib", "32"), "--card"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_exit_code_2(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
 ) -> None:
     assert words in complaint(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("dance",), ("data",), ("data", "x", "--colour"), ("estimate", "--ram-gib", "much")]
+)
+def test_a_wrong_command_line_is_one_sentence_too(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    assert caught.value.code == 2
+    heard = capsys.readouterr()
+    assert heard.out == ""
+    assert heard.err.count("\n") == 1
+    assert "--help" in heard.err
 
 
 def test_data_tells_what_was_recognised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

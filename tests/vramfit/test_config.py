@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vramfit.config import RunConfig
+from vramfit.config import MAX_FILE_BYTES, RunConfig
 from vramfit.errors import ConfigError
 
 FULL: dict[str, Any] = {
@@ -128,8 +129,49 @@ def test_a_file_that_is_no_config_says_so(tmp_path: Path, content: bytes, words:
 def test_a_missing_file_and_a_folder_say_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no file"):
         RunConfig.from_file(tmp_path / "absent.yaml")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="is no file"):
         RunConfig.from_file(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        RunConfig.from_file(tmp_path / ("x" * 300))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        RunConfig.from_file(Path("a\0b"))
+
+
+def test_a_data_file_or_pipe_is_not_read_as_settings(tmp_path: Path) -> None:
+    big = tmp_path / "rows.jsonl"
+    big.write_bytes(b" " * (MAX_FILE_BYTES + 1))
+    with pytest.raises(ConfigError, match="1,048,577 bytes, the most for settings is 1,048,576"):
+        RunConfig.from_file(big)
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "pipe")  # reading it would wait for ever
+        with pytest.raises(ConfigError, match="is no file"):
+            RunConfig.from_file(tmp_path / "pipe")
+
+
+def test_a_billion_values_behind_a_few_anchors_end_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    layers = "".join(f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(9))
+    file.write_text("a: &a [1]\n" + layers, encoding="utf-8")
+    with pytest.raises(ConfigError, match="j is not a setting") as caught:
+        RunConfig.from_file(file)
+    assert len(str(caught.value)) < 1000
+
+
+def test_problems_are_told_in_our_words_and_name_the_setting_once() -> None:
+    found = problems_of({"memory": 3, "name": 5, "data": {"paths": "x"}, 7: 1, "seed": 10**5000})
+    assert "memory is 3, which holds no settings" in found["memory"]
+    assert "name is 5, which is not text" in found["name"]
+    assert "data.paths is 'x', which is not a list" in found["data.paths"]
+    assert "7 is not a setting" in found["7"]
+    assert "more than 4,300 digits" in found["seed"]
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.parse({"memory": 3})
+    assert str(caught.value).startswith("memory is 3")
+
+
+@pytest.mark.parametrize("path", ["", "  "])
+def test_case_137_an_empty_path_is_not_this_folder(path: str) -> None:
+    assert "empty path" in problems_of({"data": {"paths": ["a.json", path]}})["data.paths"]
 
 
 def test_a_config_cannot_be_changed() -> None:

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from vramfit.config import DataChoice, ModelChoice
+from vramfit.config import RunConfig
 from vramfit.data.report import data_report
 from vramfit.places import cache_folder, default_data_folder, open_data_folder
 
@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `data`."""
     parser.add_argument("paths", nargs="+", metavar="PATH", help="files or folders")
     parser.add_argument("--model", metavar="FOLDER", help="count tokens and show examples as this model sees them")
-    parser.add_argument("--max-length", type=int, default=2048, help="tokens per sequence (default 2048)")
+    parser.add_argument("--max-length", default="2048", help="tokens per sequence (default 2048)")
     parser.add_argument("--encoding", default="auto", help="text encoding (default: detected)")
     parser.add_argument("--bad-rows", choices=("stop", "skip"), default="skip", help="what to do with unreadable rows")
     parser.add_argument("--trained-on", choices=("auto", "everything", "assistant", "last"), default="auto")
@@ -24,17 +24,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print what was found as text or JSON. Raises DataError or ModelError."""
-    choice = DataChoice.model_validate(
-        {
-            "paths": options.paths,
-            "encoding": options.encoding,
-            "bad_rows": options.bad_rows,
-            "max_length": options.max_length,
-            "trained_on": options.trained_on,
-        }
-    )
-    model = ModelChoice(source=options.model) if options.model else None
-    report = data_report(choice, model=model, cache=cache_folder(open_data_folder(default_data_folder())))
+    values: dict[str, Any] = {
+        "paths": options.paths,
+        "encoding": options.encoding,
+        "bad_rows": options.bad_rows,
+        "max_length": options.max_length,
+        "trained_on": options.trained_on,
+    }
+    model = {} if options.model is None else {"model": {"source": options.model}}
+    config = RunConfig.parse({"data": values, **model})
+    chosen = None if options.model is None else config.model
+    report = data_report(config.data, model=chosen, cache=cache_folder(open_data_folder(default_data_folder())))
     print(json.dumps(report, ensure_ascii=False, indent=1) if options.json else describe(report))
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import Any, Final
 
 from vramfit.config import RunConfig
 from vramfit.data.read import ReadOptions, guess_workload, survey
-from vramfit.errors import ConfigError, Problem
+from vramfit.errors import ConfigError, HardwareError, Problem
 from vramfit.hardware import catalogue as cards
 from vramfit.hardware.devices import Machine, probe
 from vramfit.models.catalogue import architecture_of
@@ -18,6 +17,9 @@ from vramfit.places import default_data_folder
 from vramfit.planning.plan import Forecast, Workload
 from vramfit.planning.planner import forecast_run, length_limit
 from vramfit.starter.corpus import corpus_workload
+from vramfit.yaml_text import YamlProblem, load_yaml
+
+MAX_RAM_GIB: Final = 1_048_576
 
 _SHORT_FLAGS = {
     "model": "model.source",
@@ -76,26 +78,40 @@ def config_from(options: argparse.Namespace) -> RunConfig:
     if options.data:
         _put(values, "data.paths", list(options.data))
     for assignment in options.set:
-        setting, sign, value = assignment.partition("=")
-        if not sign:
-            raise ConfigError(
-                [
-                    Problem(
-                        field="",
-                        what=f"--set {assignment} has no value",
-                        remedy="Write it as --set setting=value, such as --set memory.loss=chunked.",
-                    )
-                ]
-            )
-        _put(values, setting, yaml.safe_load(value))
+        _put(values, *_assigned(assignment))
     if options.model and options.model != "starter" and not options.method and "method" not in base.model_fields_set:
         values["method"] = "lora"
     return RunConfig.parse(values)
 
 
+def _assigned(assignment: str) -> tuple[str, Any]:
+    """The setting and the value of `setting=value`. Raises ConfigError."""
+    setting, sign, value = assignment.partition("=")
+    what = ""
+    if not sign:
+        what = f"--set {assignment[:60]} has no value"
+    elif not all(setting.split(".")):
+        what = f"--set {assignment[:60]} names no setting"
+    try:
+        parsed = load_yaml(value)
+    except YamlProblem as error:
+        what = f"The value of --set {setting[:60]} cannot be read: {error.reason}"
+    if what:
+        remedy = "Write it as --set setting=value, such as --set memory.loss=chunked."
+        raise ConfigError([Problem(field="", what=what, remedy=remedy)])
+    return setting, parsed
+
+
 def machine_from(options: argparse.Namespace) -> Machine:
     """This machine, or one with the card that was named. Raises HardwareError."""
-    if options.card:
+    if options.ram_gib is not None and not (math.isfinite(options.ram_gib) and 0 < options.ram_gib <= MAX_RAM_GIB):
+        raise HardwareError(
+            f"--ram-gib is {options.ram_gib:g}, it must be above 0 and at most {MAX_RAM_GIB:,}",
+            "Give the GiB of RAM of that machine, such as 32.",
+        )
+    if options.ram_gib is not None and options.card is None:
+        raise HardwareError("--ram-gib is for a machine that is not here", "Name its card with --card as well.")
+    if options.card is not None:
         return cards.machine_with(cards.get(options.card), ram_gib=options.ram_gib)
     return probe(default_data_folder())
 

@@ -28,6 +28,10 @@ _BOMS: Final = (
 _GOOD_PER_BAD: Final = 10
 
 
+# Python's codecs for something other than a file of text.
+_NO_WRITING: Final = ("idna", "punycode", "unicode-escape", "raw-unicode-escape")
+
+
 @dataclass(frozen=True)
 class Encoding:
     """`codec` is Python's name, `name` the one shown; `guessed` when neither a BOM nor validity proves it."""
@@ -51,6 +55,8 @@ def named(encoding: str) -> Encoding:
     try:
         codec = codecs.lookup(encoding).name
         "".encode(codec)
+        if codec in _NO_WRITING:
+            raise LookupError
     except (LookupError, ValueError, TypeError):
         raise DataError(
             f"There is no text encoding called {encoding!r}",
@@ -58,6 +64,20 @@ def named(encoding: str) -> Encoding:
         ) from None
     # A BOM is never part of the text, whoever chose the encoding.
     return Encoding("utf-8-sig" if codec == "utf-8" else codec, codec)
+
+
+def wished(encoding: str, scan: Scan) -> Encoding:
+    """`named`, for this file: the byte order of UTF-16 and UTF-32 is told by a BOM or the bytes. Raises DataError."""
+    found = named(encoding)
+    if found.codec not in ("utf-16", "utf-32") or any(scan.head.startswith(bom) for bom, _ in _BOMS[1:]):
+        return found
+    if found.codec == "utf-16" and scan.first_nul is not None:
+        return _utf16_without_bom(scan)
+    raise DataError(
+        f"is not {found.name}: no byte order mark and no NUL byte is in it",
+        "Choose the encoding auto, or one that names the byte order, such as utf-16-le.",
+        path=scan.path,
+    )
 
 
 def detect(scan: Scan) -> Encoding:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Final, Literal
 
-from vramfit.data.encodings import Encoding, detect, named
+from vramfit.data.encodings import Encoding, detect, wished
 from vramfit.data.rows import DOCUMENT_MARK, Layout, TextSplit
 from vramfit.data.sources import HEAD_BYTES, Scan
 
@@ -30,7 +30,7 @@ def layout_of(
     """How the scanned file is laid out; sentences a person should know go to `note`. Raises DataError."""
     if scan.parquet:
         return Layout(format="parquet", codec="binary", encoding="binary", note=note)
-    found = named(encoding) if encoding != "auto" else detect(scan)
+    found = wished(encoding, scan) if encoding != "auto" else detect(scan)
     if found.guessed:
         note(f"{scan.path.name} names no encoding; {found.name} was guessed. Set the encoding if the text looks wrong.")
     head = head_text(scan, found)

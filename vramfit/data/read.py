@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 from vramfit.config import DataChoice
 from vramfit.data.layouts import layout_of
 from vramfit.data.rows import BadRow, Layout, Row, TextSplit, rows_of
-from vramfit.data.shapes import Conversation, Document, Dropped, Kind, Shape, recognise
+from vramfit.data.shapes import Conversation, Document, Dropped, Kind, Shape, UnknownColumns, recognise
 from vramfit.data.sources import Scan, find_files, scan
 from vramfit.errors import DataError
 from vramfit.places import is_folder
@@ -104,7 +104,7 @@ def open_sources(paths: Iterable[str | Path], options: ReadOptions) -> list[Sour
         try:
             sources.append(_open_source(path, options))
         except DataError as error:
-            if not in_folder or not error.what.startswith("The columns ("):
+            if not (in_folder and isinstance(error, UnknownColumns)):
                 raise
             # A leftover settings file beside the data is no data; a named file that is none is an error.
             refused.append(error)

@@ -13,7 +13,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,14 +80,22 @@ class _Unreadable(ValueError):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MAX_COLUMNS:
+        raise _Unreadable(f"an object has {len(pairs):,} keys, more than {MAX_COLUMNS:,}")
     values = dict(pairs)
     if len(values) != len(pairs):
-        names = [name for name, _ in pairs]
-        double = next(name for name in names if names.count(name) > 1)
-        raise _Unreadable(f"the key {_short(double)} occurs twice in one object")
-    if len(values) > MAX_COLUMNS:
-        raise _Unreadable(f"an object has {len(values):,} keys, more than {MAX_COLUMNS:,}")
+        raise _Unreadable(f"the key {_short(_first_double(name for name, _ in pairs))} occurs twice in one object")
     return values
+
+
+def _first_double(names: Iterable[str]) -> str | None:
+    """The first name that has occurred before."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
 
 
 def _constant(name: str) -> Any:
@@ -252,7 +260,8 @@ class _JsonFile:
         self._buffer = ""
         self._at = 0
         self._ended = False
-        self._line, self._column = 1, 1  # of the start of the buffer
+        self._line, self._column = 1, 1  # of `_counted`, a place in the buffer
+        self._counted = 0
 
     def rows(self) -> Iterator[Row | BadRow]:
         first = self._peek()
@@ -289,14 +298,16 @@ class _JsonFile:
         kept: dict[str, Any] = {}
         line, _ = self._place(self._at)
         found: str | None = None
+        bad: BadRow | None = None
         self._at += 1
         while self._peek() != "}":
-            key = self._key()
+            key = self._new_key(kept, found)
             if found is None and self._starts_list_of_rows(key):
                 found = key
                 yield from self._array()
             else:
                 kept[key] = self._value()
+                bad = bad or (kept[key] if isinstance(kept[key], BadRow) else None)
                 if found is not None and _is_list_of_objects(kept[key]):
                     self._layout.note(
                         f"{self._path.name} holds several lists; {_short(found)} is read, "
@@ -310,12 +321,22 @@ class _JsonFile:
                 raise self._error("a comma or the closing } is missing" if self._peek() else "the file ends too early")
         self._at += 1
         if found is None:
-            yield Row(kept, self._path, line)
+            yield bad or Row(kept, self._path, line)
+
+    def _new_key(self, kept: dict[str, Any], found: str | None) -> str:
+        key = self._key()
+        if key in kept or key == found:
+            raise self._error(f"the key {_short(key)} occurs twice in one object")
+        if len(kept) >= MAX_COLUMNS:
+            raise self._error(f"an object has more than {MAX_COLUMNS:,} keys")
+        return key
 
     def _key(self) -> str:
         if self._peek() != '"':
             raise self._error("a property name in double quotes is missing")
         key = self._value()
+        if isinstance(key, BadRow):
+            raise self._error(f"in a property name, {key.reason}")
         if self._peek() != ":":
             raise self._error("a colon is missing")
         self._at += 1
@@ -364,7 +385,8 @@ class _JsonFile:
 
     def _checked(self, value: Any, end: int) -> Any:
         start, self._at = self._at, end
-        line, _ = self._place(start)
+        self._count_to(start)
+        line = self._line
         source = self._buffer[start:end]
         if len(source) >= MAX_ROW_CHARS:
             reason = f"the value is longer than {MAX_ROW_CHARS // 2**20} million characters"
@@ -390,15 +412,20 @@ class _JsonFile:
         if not more:
             self._ended = True
             return False
-        self._line, self._column = self._place(self._at)
-        self._buffer, self._at = self._buffer[self._at :] + more, 0
+        self._count_to(self._at)
+        self._buffer, self._at, self._counted = self._buffer[self._at :] + more, 0, 0
         return True
 
     def _place(self, position: int) -> tuple[int, int]:
-        lines = self._buffer.count("\n", 0, position)
+        lines = self._buffer.count("\n", self._counted, position)
         if not lines:
-            return self._line, self._column + position
+            return self._line, self._column + position - self._counted
         return self._line + lines, position - self._buffer.rfind("\n", 0, position)
+
+    def _count_to(self, position: int) -> None:
+        """Remember the place of `position`, before which none will be asked for: counting stays linear."""
+        self._line, self._column = self._place(position)
+        self._counted = position
 
     def _error(self, reason: str, position: int | None = None) -> DataError:
         line, column = self._place(self._at if position is None else position)
@@ -442,11 +469,16 @@ def _csv_header(path: Path, reader: Any) -> list[str]:
         header: list[str] = next((fields for fields in reader if fields), [])
     except csv.Error as error:
         raise DataError(f"the header cannot be read: {error}", "Correct line 1.", path=path, line=1) from None
-    double = next((name for name in header if header.count(name) > 1), None)
+    if len(header) > MAX_COLUMNS:
+        raise DataError(
+            f"the header names {len(header):,} columns, more than {MAX_COLUMNS:,}",
+            "Keep the columns that are to be learned.",
+            path=path,
+            line=1,
+        )
+    double = _first_double(header)
     if double is not None:
         raise DataError(f"the header names the column {_short(double)} twice", "Rename one of them.", path=path, line=1)
-    if len(header) > MAX_COLUMNS:
-        raise DataError(f"the header names {len(header):,} columns, more than {MAX_COLUMNS:,}", path=path, line=1)
     return header
 
 
@@ -470,10 +502,11 @@ def _parquet_rows(path: Path, stream: IO[bytes]) -> Iterator[Row | BadRow]:
                 for index in range(batch.num_rows):
                     number += 1
                     yield _parquet_row(path, number, {name: values[index] for name, values in columns.items()})
-    except (arrow.ArrowInvalid, arrow.ArrowNotImplementedError, arrow.ArrowKeyError) as error:
-        raise DataError(
-            f"is no sound Parquet file: {str(error).splitlines()[0]}", "Write the file again.", path=path
-        ) from None
+    except (arrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the disk's fault, not the file's
+        reason = "".join(char if char.isprintable() else "?" for char in str(error).partition("\n")[0])
+        raise DataError(f"is no sound Parquet file: {reason}", "Write the file again.", path=path) from None
 
 
 def _pyarrow() -> tuple[Any, Any]:

@@ -96,6 +96,10 @@ class Dropped:
     reason: str
 
 
+class UnknownColumns(DataError):
+    """The columns are none that are known and no mapping was given."""
+
+
 class _Verdict(Exception):
     """Raised inside a conversion, becomes Dropped."""
 
@@ -126,9 +130,10 @@ def recognise(rows: Iterable[Row], mapping: Mapping[str, str] | None = None) -> 
     shape = _list_shape(folded, sample) or _alpaca(folded) or _pair(folded) or _text(folded)
     if shape is None:
         shown = ", ".join(repr(name) for name in columns[:12]) or "none"
-        raise DataError(
+        raise UnknownColumns(
             f"The columns ({shown}) are none that are known",
             f"Say which column is which: map {', '.join(PARTS)} to your columns.",
+            path=sample[0].path if sample else None,
         )
     return shape
 

@@ -27,6 +27,7 @@ CHUNK_BYTES: Final = 1024 * 1024
 FOREIGN_SAMPLE_BYTES: Final = 512 * 1024
 MAX_UNPACKED_BYTES: Final = 256 * GIB
 MAX_GZIP_RATIO: Final = 300  # JSON of one repeated row packs about 200 to 1; a gzip bomb 1,000 to 1
+UNSUSPECTED_BYTES: Final = 64 * 1024 * 1024  # a small file may pack well: a bomb of this size does no harm
 FOLDER_SUFFIXES: Final = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt")
 MAX_FOLDER_FILES: Final = 10_000
 
@@ -44,6 +45,7 @@ _NOT_DATA: Final[tuple[tuple[bytes, str], ...]] = (
     (b"\x28\xb5\x2f\xfd", "a Zstandard archive"),
     (b"\x1f\x8b", "gzip inside gzip"),
     (b"%PDF", "a PDF document"),
+    (b"{\\rtf", "an RTF document"),
     (b"\x89PNG", "a PNG picture"),
     (b"\xff\xd8\xff", "a JPEG picture"),
     (b"GIF8", "a GIF picture"),
@@ -54,8 +56,12 @@ _NOT_DATA: Final[tuple[tuple[bytes, str], ...]] = (
     (b"GGUF", "model weights (GGUF)"),
     (b"version https://git-lfs", "a Git LFS pointer, not the file itself"),
 )
-_HTML: Final = re.compile(rb"\s*(<!doctype\s+html|<html[\s>]|<\?xml|<head[\s>]|<body[\s>])", re.IGNORECASE)
-_PICKLE: Final = re.compile(rb"\x80[\x02-\x05]")
+# Possessive: a comment that was passed is never tried again as part of a longer one.
+_HTML: Final = re.compile(
+    rb"(?>\s|<!--(?s:.)*?-->)*+(?:<!doctype\s+html|<html[\s>]|<\?xml|<head[\s>]|<body[\s>])", re.IGNORECASE
+)
+# Protocols 2 to 5 begin with their number; 1 and 0 with a list, dict or tuple, or an object of a module.
+_PICKLE: Final = re.compile(rb"\x80[\x02-\x05]|[\])}]q\x00|\((?:lp|dp|tp?|ip)\d+\r?\n|c[\w.]+\n\w+\n(?:p\d+\n|q\x00)")
 _FOREIGN_LINE: Final = re.compile(rb"[^\n]{0,2000}[\x80-\xff][^\n]{0,2000}")
 
 
@@ -213,7 +219,7 @@ def scan(path: Path) -> Scan:
 
 
 def _check_ratio(path: Path, unpacked: int, packed: int) -> None:
-    if unpacked > MAX_UNPACKED_BYTES or (unpacked > GIB and unpacked > MAX_GZIP_RATIO * packed):
+    if unpacked > MAX_UNPACKED_BYTES or (unpacked > UNSUSPECTED_BYTES and unpacked > MAX_GZIP_RATIO * packed):
         raise DataError(
             f"unpacks from {format_bytes(packed)} to more than {format_bytes(unpacked)}",
             "Unpack it yourself if that is meant, and name the unpacked file.",

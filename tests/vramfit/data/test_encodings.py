@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from vramfit.data.encodings import Encoding, detect, named
+from vramfit.data.encodings import Encoding, detect, named, wished
 from vramfit.data.sources import scan
 from vramfit.errors import DataError
 
@@ -76,3 +76,16 @@ def test_case_004_the_whole_file_decides_the_encoding(tmp_path: Path) -> None:
     assert len(rows) > 3_000_000
     found = detected(tmp_path, rows)
     assert (found.codec, found.guessed) == ("cp1252", True)
+
+
+def test_utf16_by_name_needs_no_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("Grüße, said she.".encode("utf-16-be"))
+    assert wished("utf-16", scan(path)).codec == "utf-16-be"
+    path.write_bytes("Grüße".encode("utf-16"))
+    assert wished("utf-16", scan(path)).codec == "utf-16"
+    path.write_text("Gruss", encoding="utf-8")
+    with pytest.raises(DataError, match="is not utf-16"):
+        wished("utf-16", scan(path))
+    with pytest.raises(DataError, match="no text encoding called 'idna'"):
+        wished("idna", scan(path))

@@ -254,6 +254,43 @@ def test_a_field_longer_than_the_csv_module_allows_by_default(tmp_path: Path) ->
     assert values(write(tmp_path, f"q,a\n{long},1\n", "d.csv")) == [{"q": long, "a": "1"}]
 
 
+def keys(count: int) -> str:
+    return ",".join(f'"k{number}": 1' for number in range(count))
+
+
+@pytest.mark.parametrize("text", [f"{{{keys(10**6)}}}", f'[{{{keys(10**5)}, "k99999": 2}}]'])
+def test_a_million_keys_are_refused_at_once(tmp_path: Path, text: str) -> None:
+    with pytest.raises(DataError, match=r"keys, more than 1,000|more than 1,000 keys"):
+        read(write(tmp_path, text, "data.json"))
+
+
+def test_a_hundred_thousand_columns_are_refused_at_once(tmp_path: Path) -> None:
+    names = ",".join(f"k{number}" for number in range(100_000))
+    with pytest.raises(DataError, match="100,000 columns, more than 1,000"):
+        read(write(tmp_path, f"{names}\n{names}\n", "data.csv"))
+
+
+@pytest.mark.parametrize("text", ['{"q": "a", "a": "b", "a": "c"}', '{"q": 1, "rows": [{"a": 1}], "rows": []}'])
+def test_a_key_twice_in_the_one_object_of_a_file_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(DataError, match="occurs twice in one object"):
+        read(write(tmp_path, text, "data.json"))
+
+
+def test_a_bad_value_makes_the_one_object_of_a_file_a_bad_row(tmp_path: Path) -> None:
+    (item,) = read(write(tmp_path, '{"q": "\\ud800", "a": "b"}', "data.json"))
+    assert isinstance(item, BadRow)
+    assert "half of a surrogate pair" in item.reason
+    with pytest.raises(DataError, match="property name"):
+        read(write(tmp_path, '{"\\ud800": 1}', "data.json"))
+
+
+def test_places_in_a_file_of_many_values_are_right(tmp_path: Path) -> None:
+    items = read(write(tmp_path, "[" + "\n".join(["{}, 1,"] * 50_000) + "\n{}]", "data.json"))
+    assert [item.line for item in items if isinstance(item, BadRow)] == list(range(1, 50_001))
+    with pytest.raises(DataError, match="line 3, column 3"):
+        read(write(tmp_path, '[{"a": 1},\n{"a": 1},\n {a}]', "data.json"))
+
+
 def test_marks_separate_documents(tmp_path: Path) -> None:
     path = write(tmp_path, "one\n\nstill one<|endoftext|>two<|endoftext|>\n\nthree\n<|endoftext|>\n")
     assert [row["text"] for row in values(path)] == ["one\n\nstill one", "two", "three"]
@@ -289,6 +326,22 @@ def test_parquet_types_become_text(tmp_path: Path) -> None:
 def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no sound Parquet file"):
         read(write(tmp_path, "PAR1 and nothing more"))
+
+
+def test_a_parquet_file_damaged_in_the_middle_is_no_fault_of_the_disk(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "t"
+    pyarrow.parquet.write_table(pyarrow.table({"a": ["x"] * 1000, "b": ["y"] * 1000}), path)
+    whole = path.read_bytes()
+    for at in range(4, len(whole) - 60, 60):
+        path.write_bytes(whole[:at] + b"\xff" * 50 + whole[at + 50 :])
+        try:
+            read(path)
+        except DataError as error:
+            assert "is no sound Parquet file" in error.what
+            assert str(error).isprintable()
 
 
 def test_numbers_keep_their_source_text_and_can_be_had_back() -> None:

@@ -40,6 +40,11 @@ def write(folder: Path, content: bytes, name: str = "data.json") -> Path:
         (b"\xfd7zXZ\x00", "xz archive"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", "Git LFS pointer"),
         (bytes(257) + b"ustar" + bytes(200), "TAR"),
+        (pickle.dumps([{"a": "b"}], protocol=0), "pickle"),
+        (pickle.dumps({"a": "b"}, protocol=1), "pickle"),
+        (pickle.dumps(Path("a"), protocol=0), "pickle"),
+        (b"\n<!-- saved from --> <!-- x -->\n<HTML><p>", "web page"),
+        (b"{\\rtf1 hello}", "RTF"),
     ],
 )
 def test_what_is_no_data_is_refused_by_name(tmp_path: Path, content: bytes, words: str) -> None:
@@ -60,6 +65,10 @@ def test_archives_inside_gzip_are_refused(tmp_path: Path) -> None:
     assert "TAR" in str(refused(write(tmp_path, gzip.compress(bytes(257) + b"ustar" + bytes(200)), "b.gz")))
 
 
+def test_many_comments_are_no_reason_to_think_long(tmp_path: Path) -> None:
+    assert scan(write(tmp_path, b"<!-- a --> " * 5000)).newlines == 0
+
+
 @pytest.mark.parametrize("text", [b"MZ was a band\n", b"BZh was too\n", b"PKs\n"])
 def test_a_text_that_begins_like_a_program_is_text(tmp_path: Path, text: bytes) -> None:
     assert scan(write(tmp_path, text)).head == text
@@ -72,7 +81,7 @@ def test_a_cut_gzip_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_gzip_bomb_ends_in_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vramfit.data.sources.GIB", 2**20)
+    monkeypatch.setattr("vramfit.data.sources.UNSUSPECTED_BYTES", 2**20)
     assert "unpacks from" in str(refused(write(tmp_path, gzip.compress(bytes([65]) * 4_000_000))))
 
 
