@@ -79,10 +79,14 @@ def adapter_params(architecture: Architecture, *, rank: int, targets: tuple[str,
 
 
 def adapted_linears(architecture: Architecture, layer: int, targets: tuple[str, ...]) -> tuple[Linear, ...]:
-    """The linears of block `layer` that get adapters. ("all-linear",) takes every linear module of the block."""
+    """The linears of block `layer` that get adapters. ("all-linear",) takes every linear module of the block.
+
+    A target may be more than a name: `self_attn.q_proj` is a q_proj.
+    """
     everything = targets == ("all-linear",)
+    names = {target.rpartition(".")[2] for target in targets}
     return tuple(
-        linear for linear in architecture.linears(layer) if linear.module and (everything or linear.name in targets)
+        linear for linear in architecture.linears(layer) if linear.module and (everything or linear.name in names)
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from vramfit.config import Precision, RunConfig
-from vramfit.errors import ConfigError, Problem, WontFit
+from vramfit.errors import ConfigError, DataError, Problem, WontFit
 from vramfit.hardware.devices import Device, Machine
 from vramfit.models.architecture import Architecture
 from vramfit.planning.memory import estimate_memory
@@ -51,14 +51,19 @@ def length_limit(config: RunConfig, architecture: Architecture) -> int:
 def forecast_run(config: RunConfig, *, architecture: Architecture, machine: Machine, workload: Workload) -> Forecast:
     """The fastest plan that fits, what it needs and how long it takes.
 
-    Raises ConfigError (a wish this device or model cannot honour), HardwareError (no such device), WontFit (with the
-    number that breaks and changes that would help, each checked).
+    Raises ConfigError (a wish this device or model cannot honour), HardwareError (no such device), DataError (0
+    sequences), WontFit (with the number that breaks, in device memory, RAM or disk, and changes that would help, each
+    checked).
     """
+    if workload.sequences < 1:
+        raise DataError("There are 0 sequences to train on", "Give data with at least one row that can be used.")
     search = _Search.of(config, architecture, machine, workload)
     found = search.best()
     if found is None:
         raise search.wont_fit(lambda changed: _try(changed, architecture, machine, workload))
-    return search.forecast(found)
+    forecast = search.forecast(found)
+    _check_host_and_disk(config, architecture, machine, forecast)
+    return forecast
 
 
 def total_steps(config: RunConfig, workload: Workload) -> int:
@@ -124,7 +129,7 @@ class _Search:
             weight_format=_weight_format(config, device, compute),
             max_length=_max_length(config, architecture, workload),
             micro_batch=1,
-            accumulation=config.schedule.sequences_per_step,
+            accumulation=_sequences(config, workload),
             recompute=architecture.layers,
             loss=loss,
             loss_chunk_tokens=rows,
@@ -144,7 +149,7 @@ class _Search:
         )
 
     def candidate(self, micro_batch: int, recompute: int) -> _Candidate:
-        sequences = self.config.schedule.sequences_per_step
+        sequences = _sequences(self.config, self.workload)
         plan = dataclasses.replace(
             self.base,
             micro_batch=micro_batch,
@@ -197,9 +202,9 @@ class _Search:
 
     def micro_batches(self) -> list[int]:
         """Sizes to try, small to large: those that cut the step's sequences evenly, or as evenly as can be."""
-        sequences = self.config.schedule.sequences_per_step
+        sequences = _sequences(self.config, self.workload)
         if self.config.memory.micro_batch != "auto":
-            return [self.config.memory.micro_batch]
+            return [min(self.config.memory.micro_batch, sequences)]
         most = max(1, min(sequences, _MOST_TOKENS_PER_PASS // max(1, self.base.max_length)))
         wanted = {1 << power for power in range(most.bit_length())} | {most}
         even = {math.ceil(sequences / math.ceil(sequences / size)) for size in wanted}
@@ -250,7 +255,7 @@ class _Search:
         )
         yield _precision_choice(plan, self.device, fixed=config.memory.precision != "auto")
         yield _length_choice(config, plan, self.architecture, self.workload)
-        yield _batch_choice(config, found)
+        yield _batch_choice(config, found, self.workload)
         yield _recompute_choice(config, found, self.architecture)
         yield _loss_choice(config, plan, self.architecture, self.workload)
         yield _weights_choice(plan)
@@ -294,11 +299,59 @@ def _shorter(length: int) -> Iterator[int]:
             yield length // divisor
 
 
+def _check_host_and_disk(config: RunConfig, architecture: Architecture, machine: Machine, found: Forecast) -> None:
+    """RAM beside a card, and the disk that takes checkpoints and result. Raises WontFit before anything is loaded."""
+    needed, free = found.memory.host_bytes, machine.ram_free_bytes
+    if (
+        found.plan.device != "cpu" and needed > machine.ram_bytes
+    ):  # what is not free may make room; what is not there not
+        raise WontFit(
+            f"{architecture.name} with {config.method} needs {format_bytes(needed)} of RAM beside the card, and this "
+            f"machine has {format_bytes(machine.ram_bytes)}, {format_bytes(free)} of it free",
+            needed_bytes=needed,
+            available_bytes=machine.ram_bytes,
+            tier="host",
+            phase="load",
+            suggestions=("Choose a smaller model, or add RAM.",),
+            forecast=found,
+        )
+    needed, free = found.memory.disk_bytes, machine.disk_free_bytes
+    if needed > free:
+        raise WontFit(
+            f"Checkpoints and result of {architecture.name} with {config.method} need {format_bytes(needed)} of disk, "
+            f"and {format_bytes(free)} are free",
+            needed_bytes=needed,
+            available_bytes=free,
+            tier="disk",
+            phase="save",
+            suggestions=tuple(_less_disk(config, architecture, found, free)),
+            forecast=found,
+        )
+
+
+def _less_disk(config: RunConfig, architecture: Architecture, found: Forecast, free: int) -> Iterator[str]:
+    """What would need less disk, as sentences."""
+    if config.output.keep_checkpoints > 1:
+        one = estimate_memory(
+            architecture, found.plan, Workload(sequences=1, mean_tokens=1, longest_tokens=1), keep_checkpoints=1
+        )
+        if one.disk_bytes <= free:
+            yield f"Keeping 1 checkpoint (output.keep_checkpoints) would need {format_bytes(one.disk_bytes)}."
+    if config.method == "full":
+        yield "LoRA instead of full fine-tuning saves the adapters only."
+    yield "Free some space, or choose a data folder on another disk."
+
+
 # --- decisions that stand alone --------------------------------------------------------------------------------------
 
 
 def _refused(field: str, what: str, remedy: str) -> ConfigError:
     return ConfigError([Problem(field=field, what=what, remedy=remedy)])
+
+
+def _sequences(config: RunConfig, workload: Workload) -> int:
+    """Sequences of a whole step: an epoch that has fewer is one step of them."""
+    return min(config.schedule.sequences_per_step, max(1, workload.sequences))
 
 
 def _compute(config: RunConfig, device: Device) -> Precision:
@@ -381,15 +434,15 @@ def _targets(config: RunConfig) -> tuple[str, ...]:
 
 
 def _check_targets(config: RunConfig, architecture: Architecture, base: Plan) -> None:
-    """Adapter targets are module names; those that match nothing are refused."""
+    """Adapter targets are module names or their endings; each that matches nothing is refused."""
     if not base.lora_rank or base.lora_targets == ("all-linear",):
         return
     names = {linear.name for layer in range(architecture.layers) for linear in architecture.linears(layer)}
-    there = {name.rpartition(".")[2] for name in base.lora_targets} & names
-    if not there:
+    wrong = [name for name in base.lora_targets if name.rpartition(".")[2] not in names]
+    if wrong or not base.lora_targets:
         raise _refused(
             "adapter.targets",
-            f"{', '.join(base.lora_targets)} matches 0 of the linear layers of {architecture.name}",
+            f"{', '.join(wrong) or 'An empty list'} matches 0 of the linear layers of {architecture.name}'s blocks",
             f"Choose all-linear, or from: {', '.join(sorted(names))}.",
         )
 
@@ -429,12 +482,14 @@ def _length_choice(config: RunConfig, plan: Plan, architecture: Architecture, wo
     return Choice(setting="max length", value=f"{plan.max_length} tokens", reason=reason, fixed=fixed)
 
 
-def _batch_choice(config: RunConfig, found: _Candidate) -> Choice:
+def _batch_choice(config: RunConfig, found: _Candidate, workload: Workload) -> Choice:
     plan = found.plan
-    sequences = config.schedule.sequences_per_step
+    sequences = _sequences(config, workload)
     fixed = config.memory.micro_batch != "auto"
     value = f"{plan.micro_batch} x {plan.accumulation}"
-    if fixed:
+    if fixed and config.memory.micro_batch != plan.micro_batch:
+        reason = f"You set it to {config.memory.micro_batch}, and a step has {sequences} sequences"
+    elif fixed:
         reason = (
             f"You set the micro-batch to {plan.micro_batch}; {plan.accumulation} of them make a step of {sequences}"
         )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from vramfit.config import RunConfig
-from vramfit.errors import ConfigError, HardwareError, WontFit
+from vramfit.errors import ConfigError, DataError, HardwareError, WontFit
 from vramfit.hardware.catalogue import machine_with
 from vramfit.hardware.devices import Device, Machine
 from vramfit.models import catalogue
@@ -225,6 +225,55 @@ def test_steps_are_those_of_the_step_order() -> None:
 def test_adapter_targets_that_match_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"adapter\.targets.*query_key_value matches 0"):
         forecast(wish(adapter={"targets": ["query_key_value"]}))
+
+
+def test_each_target_must_match_and_endings_count_as_their_names() -> None:
+    with pytest.raises(ConfigError, match=r"adapter\.targets.*: nope matches 0"):
+        forecast(wish(adapter={"targets": ["q_proj", "nope"]}))
+    short, long = (forecast(wish(adapter={"targets": [name]})) for name in ("q_proj", "self_attn.q_proj"))
+    assert long.memory == short.memory
+    assert long.memory.breakdown["adapters"] > 0
+
+
+def test_a_micro_batch_is_no_larger_than_the_step() -> None:
+    found = forecast(wish(memory={"micro_batch": 64}, schedule={"sequences_per_step": 4}), on="RTX 3060")
+    assert (found.plan.micro_batch, found.plan.accumulation) == (4, 1)
+    assert "You set it to 64, and a step has 4 sequences" in reason(found, "micro-batch")
+
+
+def test_a_step_is_no_larger_than_an_epoch() -> None:
+    few = Workload(sequences=5, mean_tokens=400, longest_tokens=1500)
+    found = forecast(wish(schedule={"sequences_per_step": 512}), workload=few)
+    assert found.plan.micro_batch * found.plan.accumulation in (5, 6)
+    assert found.speed.tokens_per_s * found.speed.step_seconds == pytest.approx(5 * 400)
+
+
+def test_no_sequences_are_refused() -> None:
+    with pytest.raises(DataError, match="0 sequences"):
+        forecast(wish(), workload=Workload(sequences=0, mean_tokens=0, longest_tokens=0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "tier", "words"),
+    [
+        (
+            {"ram_bytes": 2 * GIB, "ram_free_bytes": GIB},
+            "host",
+            r"3\.\d GiB of RAM .* has 2\.0 GiB, 1\.0 GiB of it free",
+        ),
+        ({"disk_free_bytes": 22 * GIB}, "disk", r"of disk, and 22\.0 GiB are free"),
+    ],
+)
+def test_ram_and_disk_are_tiers_that_can_be_too_small(changes: dict[str, Any], tier: str, words: str) -> None:
+    machine = dataclasses.replace(machine_with("RTX 4090"), **changes)
+    with pytest.raises(WontFit, match=words) as raised:
+        forecast_run(wish("full"), architecture=model("Qwen/Qwen3-0.6B"), machine=machine, workload=LONG)
+    assert raised.value.tier == tier
+    assert raised.value.needed_bytes > raised.value.available_bytes
+    if tier == "disk":
+        assert raised.value.suggestions[0].startswith("Keeping 1 checkpoint")
+        kept = wish("full", output={"keep_checkpoints": 1})
+        assert forecast_run(kept, architecture=model("Qwen/Qwen3-0.6B"), machine=machine, workload=LONG).fits
 
 
 def test_a_plan_is_plain_values_with_reasons() -> None:
