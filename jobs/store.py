@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 import sqlite3
 import threading
 import time
@@ -171,16 +172,16 @@ class Store:
         self, config: RunConfig, *, forecast: Forecast | Mapping[str, Any] | None = None, draft: bool = False
     ) -> int:
         """Put a run at the end of the queue (or aside, as a draft) and make its folder. Returns the job's id."""
-        with self._write(durable=True) as db:
-            return self._insert(db, config, state="draft" if draft else "queued", forecast=forecast)
+        with _folders_undone() as made, self._write(durable=True) as db:
+            return self._insert(db, config, state="draft" if draft else "queued", forecast=forecast, made=made)
 
     def begin_foreground(
         self, config: RunConfig, *, owner: str, forecast: Forecast | Mapping[str, Any] | None = None
     ) -> Job:
         """A job that the calling process (`owner`: its identity) runs itself, outside the queue, already running."""
         now = self.clock()
-        with self._write(durable=True) as db:
-            id_ = self._insert(db, config, state="running", forecast=forecast)
+        with _folders_undone() as made, self._write(durable=True) as db:
+            id_ = self._insert(db, config, state="running", forecast=forecast, made=made)
             db.execute(
                 "UPDATE jobs SET foreground = 1, attempt = 1, owner = ?, claimed_at = ?, started_at = ?, "
                 "heartbeat_at = ? WHERE id = ?",
@@ -188,7 +189,7 @@ class Store:
             )
         return self.job(id_)
 
-    def _insert(self, db: Any, config: RunConfig, *, state: State, forecast: Any) -> int:
+    def _insert(self, db: Any, config: RunConfig, *, state: State, forecast: Any, made: list[Path]) -> int:
         values = _forecast_values(forecast)
         name = config.name.strip() or _default_name(config)
         cursor = db.execute(
@@ -198,17 +199,18 @@ class Store:
         )
         id_ = int(cursor.lastrowid)
         # The folder is made before the commit: when that fails there is no job without a folder.
-        folder = self._make_folder(id_, name, config)
+        folder = self._make_folder(id_, name, config, made)
         db.execute("UPDATE jobs SET folder = ? WHERE id = ?", [folder.relative_to(self.data_dir).as_posix(), id_])
         return id_
 
-    def _make_folder(self, id_: int, name: str, config: RunConfig) -> Path:
+    def _make_folder(self, id_: int, name: str, config: RunConfig, made: list[Path]) -> Path:
         wanted = self.data_dir / "runs" / f"{id_:04d}-{_slug(name)}"
         folder, number = wanted, 1
         try:
             while True:
                 try:
                     folder.mkdir(parents=True)
+                    made.append(folder)
                     break
                 except FileExistsError:  # left by a database that was deleted: never write into someone else's run
                     number += 1
@@ -661,6 +663,18 @@ class Store:
     def log_tail(self, id_: int, lines: int = 200) -> str:
         """The last `lines` lines of the trainer's output, at most 256 KiB; "" while there is none."""
         return tail_of(self.job(id_).log, lines=lines)
+
+
+@contextmanager
+def _folders_undone() -> Iterator[list[Path]]:
+    """Folders that are put into the list are removed again when what is done inside fails: no run without a row."""
+    made: list[Path] = []
+    try:
+        yield made
+    except BaseException:
+        for folder in made:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _aggregate(column: str, how: str, *, weight: str) -> str:

@@ -249,6 +249,7 @@ class Supervisor:
         if job is None:
             return
         try:
+            job.folder.mkdir(parents=True, exist_ok=True)  # someone may have deleted it while the job waited
             process = processes.spawn(self._command(job, self._store.data_dir), log=job.log)
         except OSError as error:
             self._conclude(job, "failed", f"The trainer could not be started: {error.strerror or error}.")
@@ -315,7 +316,7 @@ def _death(trainer: _Trainer, kills_now: int | None) -> tuple[State, str]:
     if starved and code in (None, -9):
         return "failed", "The machine ran out of memory (RAM) and the system ended the trainer (SIGKILL)."
     if code is None:
-        return "interrupted", "The trainer ended without a word while no supervisor of this folder watched it start."
+        return "interrupted", "The trainer ended without a word; why is not known, as the supervisor that started it was gone."
     if code < 0:
         name = processes.signal_name(-code)
         if name in CRASHES:

@@ -17,6 +17,7 @@ from ui.charts import SERIES_COLUMNS, TELEMETRY_COLUMNS, columns, figures
 from ui.texts import Texts
 from vramfit.config import STARTER_MODEL
 from vramfit.errors import JobError
+from vramfit.places import is_folder
 
 SERIES_POINTS: Final = 1200
 TELEMETRY_POINTS: Final = 600
@@ -71,6 +72,8 @@ def run_view(store: Store, wanted: int, cursor: Cursor, texts: Texts, *, with_lo
 def job_values(job: Job, texts: Texts) -> dict[str, Any]:
     """A job as the pages show it; Runs and Monitor use the same words for it."""
     config = job.config
+    # Someone may have moved or deleted the result; then there is nothing to go on from.
+    export = job.folder / job.export if job.export and is_folder(job.folder / job.export) else None
     return {
         "id": job.id,
         "name": job.name or texts["run.untitled"].format(id=job.id),
@@ -88,8 +91,8 @@ def job_values(job: Job, texts: Texts) -> dict[str, Any]:
         "final_loss": job.final_loss,
         "eval_loss": job.eval_loss,
         "peak_allocated_bytes": job.peak_allocated_bytes,
-        "export": str(job.folder / job.export) if job.export else None,
-        "tunable": bool(job.export) and config.model.source == STARTER_MODEL,
+        "export": str(export) if export else None,
+        "tunable": export is not None and config.model.source == STARTER_MODEL,
         "failure": job.failure,
         "remedy": job.remedy,
         "stop_requested": job.stop_requested,

@@ -25,7 +25,7 @@ from vramfit.config import STARTER_MODEL, STARTER_QUESTIONS, STARTER_STORIES, Ru
 from vramfit.errors import ConfigError, DataError, HardwareError, ModelError, Problem, UserError, VramfitError
 from vramfit.hardware.catalogue import cards
 from vramfit.models.catalogue import known
-from vramfit.places import uploads_folder
+from vramfit.places import is_folder, uploads_folder
 from vramfit.starter.recipe import questions_run, starter_run
 
 Values = Mapping[Any, Any]
@@ -306,6 +306,8 @@ class NewRun:
         job = self.store.job(run)
         if not job.export:
             raise UserError(f"Run {run} has no exported model", "Choose a run that has finished.")
+        if not is_folder(job.folder / job.export):
+            raise UserError(f"The result of run {run} is no longer in {job.folder / job.export}", "Choose another run.")
         return self.on_fill(questions_run(str(job.folder / job.export)))
 
     # ---- what they share --------------------------------------------------------------------------------------

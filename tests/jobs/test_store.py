@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import sqlite3
@@ -467,3 +468,16 @@ def test_a_folder_that_is_a_file_and_a_file_that_is_no_database(tmp_path: Path) 
 def test_states_are_either_active_or_final_or_waiting() -> None:
     assert not set(ACTIVE) & set(FINAL)
     assert len({*ACTIVE, *FINAL, "draft", "queued"}) == 11
+
+
+def test_no_folder_remains_when_its_job_cannot_be_added(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a full disk: the folder can still be made, what is written into it cannot."""
+
+    def full(path: Path, *_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(JobError, match="No space left"):
+        store.add_job(RunConfig(name="full"))
+    assert store.jobs() == []
+    assert list((store.data_dir / "runs").iterdir()) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -55,6 +56,14 @@ def test_two_jobs_run_one_after_the_other_in_queue_order(store: Store, drive: Ca
     assert one.owner is None and one.attempt == 1
     assert store.log_tail(first, lines=1) == "step 30"
     assert store.telemetry(first).rows >= 1
+
+
+def test_a_job_whose_folder_was_deleted_while_it_waited_runs(store: Store, drive: Callable[..., object]) -> None:
+    id_ = add(store, steps=10)
+    shutil.rmtree(store.job(id_).folder)
+    drive().until_over(id_)
+    assert store.job(id_).state == "succeeded"
+    assert recorded_steps(store, id_) == list(range(1, 11))
 
 
 def test_a_waiting_job_is_starting_after_one_round(store: Store, drive: Callable[..., object]) -> None:

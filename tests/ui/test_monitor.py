@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jobs.store import Store
-from ui.monitor import SERIES_POINTS, Cursor, choose_run, resume, run_view, short_model, stop
+from ui.monitor import SERIES_POINTS, Cursor, choose_run, job_values, resume, run_view, short_model, stop
 from ui.texts import texts_of
 from vramfit.config import RunConfig
 from vramfit.errors import JobError
@@ -107,3 +107,14 @@ def test_models_have_short_names(tmp_path: Path) -> None:
     assert short_model("org/model") == "org/model"
     assert short_model(str(tmp_path / "0003-stories" / "export")) == "0003-stories"
     assert short_model(str(tmp_path / "my model")) == "my model"
+
+
+def test_a_result_that_was_deleted_is_not_offered(store: Store, seed_run: SeedRun) -> None:
+    job = store.job(seed_run(export="export"))
+    export = job.folder / "export"
+    export.mkdir()
+    shown = job_values(job, EN)
+    assert (shown["export"], shown["tunable"]) == (str(export), True)
+    export.rmdir()
+    gone = job_values(job, EN)
+    assert (gone["export"], gone["tunable"]) == (None, False)

@@ -183,6 +183,9 @@ def test_an_old_runs_settings_fill_the_form(page: NewRun, store: Store) -> None:
 
 def test_a_trained_starter_can_be_fine_tuned_on(page: NewRun, store: Store, seed_run: Callable[..., int]) -> None:
     run = seed_run(export="export")
+    with pytest.raises(UserError, match="no longer in"):
+        page.on_tune(run)
+    (store.job(run).folder / "export").mkdir()
     updates = page.on_tune(run)
     assert updates[page.widgets["model.source"]]["value"] == str(store.job(run).folder / "export")
     assert updates[page.widgets["method"]] == "lora"
