@@ -136,6 +136,33 @@ def test_a_wrong_command_line_is_one_sentence_too(
     assert "--help" in heard.err
 
 
+def test_data_stops_at_a_bad_row_where_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "b",}\n', encoding="utf-8")
+    assert answer(capsys, "data", str(file))["bad_row_count"] == 1
+    assert "rows.jsonl, line 2" in complaint(capsys, "data", str(file), "--bad-rows", "stop", "--json")
+
+
+def test_data_takes_columns_of_other_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"foo": "a", "bar": "b"}\n', encoding="utf-8")
+    assert "'foo', 'bar'" in complaint(capsys, "data", str(file))
+    mapped = answer(capsys, "data", str(file), "--column", "prompt=foo", "--column", "completion=bar")
+    assert mapped["shape"] == "prompt/completion"
+    assert "no column 'baz'" in complaint(capsys, "data", str(file), "--column", "text=baz")
+    assert "--column foo" in complaint(capsys, "data", str(file), "--column", "foo")
+
+
+def test_every_named_data_set_counts_in_the_estimate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a", "completion": "b"}\n' * 5000, encoding="utf-8")
+    steps = [
+        answer(capsys, "estimate", "--device", "cpu", "--set", f"data.paths={paths}")["steps"]
+        for paths in (["starter:stories"], [str(file)], ["starter:stories", str(file)])
+    ]
+    assert steps[2] > max(steps[:2])
+
+
 def test_data_tells_what_was_recognised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "a", "completion": "007"}\n{"prompt": "b",}\n{"prompt": "c", "completion": "d"}\n')

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from vramfit.config import RunConfig
 from vramfit.data.report import data_report
+from vramfit.errors import ConfigError, DataError, Problem
 from vramfit.places import cache_folder, default_data_folder, open_data_folder
 
 
@@ -18,6 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-length", default="2048", help="tokens per sequence (default 2048)")
     parser.add_argument("--encoding", default="auto", help="text encoding (default: detected)")
     parser.add_argument("--bad-rows", choices=("stop", "skip"), default="skip", help="what to do with unreadable rows")
+    parser.add_argument(
+        "--column",
+        action="append",
+        default=[],
+        metavar="PART=COLUMN",
+        help="which column is what, such as prompt=question; may be given several times",
+    )
     parser.add_argument("--trained-on", choices=("auto", "everything", "assistant", "last"), default="auto")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -26,6 +35,7 @@ def run(options: argparse.Namespace) -> None:
     """Print what was found as text or JSON. Raises DataError or ModelError."""
     values: dict[str, Any] = {
         "paths": options.paths,
+        "columns": _columns(options.column),
         "encoding": options.encoding,
         "bad_rows": options.bad_rows,
         "max_length": options.max_length,
@@ -35,7 +45,26 @@ def run(options: argparse.Namespace) -> None:
     config = RunConfig.parse({"data": values, **model})
     chosen = None if options.model is None else config.model
     report = data_report(config.data, model=chosen, cache=cache_folder(open_data_folder(default_data_folder())))
+    if options.bad_rows == "stop" and report["bad_row_count"]:
+        raise _first_bad(report["bad_rows"][0])
     print(json.dumps(report, ensure_ascii=False, indent=1) if options.json else describe(report))
+
+
+def _columns(assignments: list[str]) -> dict[str, str]:
+    """Part to column. Raises ConfigError."""
+    columns = {}
+    for assignment in assignments:
+        part, sign, column = assignment.partition("=")
+        if not sign or not part or not column:
+            what = f"--column {assignment[:60]} does not say which part a column is"
+            raise ConfigError([Problem(field="", what=what, remedy="Write it as --column prompt=question.")])
+        columns[part] = column
+    return columns
+
+
+def _first_bad(row: dict[str, Any]) -> DataError:
+    remedy = "Correct that row, or leave out --bad-rows stop."
+    return DataError(row["reason"], remedy, path=Path(row["file"]), line=row["line"], column=row["column"])
 
 
 def describe(report: dict[str, Any]) -> str:

@@ -89,7 +89,7 @@ class ProgressBar:
             self._bar = tqdm(desc=progress.name, unit=f" {progress.unit}", file=sys.stderr, mininterval=0.2)
         if self._bar is not None:
             self._bar.total = progress.total or None
-            self._bar.set_description(" ".join(filter(None, [progress.name, progress.detail])), refresh=False)
+            self._bar.set_description_str(" ".join(filter(None, [progress.name, progress.detail])), refresh=False)
             self._bar.update(progress.done - self._bar.n)
 
     def forecast(self, forecast: Forecast) -> None:

@@ -7,13 +7,13 @@ import math
 from pathlib import Path
 from typing import Any, Final
 
-from vramfit.config import RunConfig
+from vramfit.config import STARTER_QUESTIONS, STARTER_STORIES, RunConfig
 from vramfit.data.read import ReadOptions, guess_workload, survey
 from vramfit.errors import ConfigError, HardwareError, Problem
 from vramfit.hardware import catalogue as cards
 from vramfit.hardware.devices import Machine, probe
 from vramfit.models.catalogue import architecture_of
-from vramfit.places import default_data_folder
+from vramfit.places import cache_folder, default_data_folder
 from vramfit.planning.plan import Forecast, Workload
 from vramfit.planning.planner import forecast_run, length_limit
 from vramfit.starter.corpus import corpus_workload
@@ -117,12 +117,13 @@ def machine_from(options: argparse.Namespace) -> Machine:
 
 
 def workload_of(config: RunConfig, *, max_length: int) -> Workload:
-    """How much there is to train, without tokenising: known for the starter, guessed from a file's rows otherwise."""
-    starter = [path for path in config.data.paths if path.startswith("starter:")]
-    if starter:
-        return corpus_workload(starter[0])
+    """How much there is to train, without tokenising: known for the starter, guessed from the files' rows otherwise."""
     choice = config.data
-    found = survey([Path(path) for path in choice.paths], ReadOptions.of(choice))
+    if len(choice.paths) == 1 and choice.paths[0] in (STARTER_STORIES, STARTER_QUESTIONS):
+        return corpus_workload(choice.paths[0])
+    from vramfit.data.prepare import data_paths
+
+    found = survey(data_paths(choice, cache_folder(default_data_folder())), ReadOptions.of(choice))
     return guess_workload(found, max_length, packing=choice.packing, eval_share=choice.eval_share)
 
 

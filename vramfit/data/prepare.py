@@ -25,6 +25,7 @@ from vramfit.data.read import ReadOptions, Source, Survey, content_hash, open_so
 from vramfit.data.report import LengthSummary, Report, survey_from_json, survey_to_json
 from vramfit.data.rows import Row, rows_of
 from vramfit.data.shapes import Conversation, Document, Dropped
+from vramfit.data.sources import check_unchanged
 from vramfit.errors import DataError
 from vramfit.places import typed_path
 from vramfit.planning.plan import Workload
@@ -100,6 +101,8 @@ def prepare(
         raise found.bad[0].error()
     work = _Preparation(choice, encoder, max_length, seed, found)
     work.read(sources, progress)
+    for source in sources:  # or another content would be kept under this content's hash
+        check_unchanged(source.scan)
     prepared = work.finish(tokenizer, started)
     facts = {"survey": survey_to_json(found), "report": prepared.report.to_json(), "print": prepared.fingerprint}
     try:

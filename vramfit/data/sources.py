@@ -69,6 +69,7 @@ _FOREIGN_LINE: Final = re.compile(rb"[^\n]{0,2000}[\x80-\xff][^\n]{0,2000}")
 class Scan:
     """What one pass over a file's bytes found. Offsets count from 0 in the unpacked bytes; None: there is none.
 
+    `stamp` tells whether the file has changed since (see `check_unchanged`).
     `sha256` is of the unpacked bytes; `foreign` are lines with bytes that are not UTF-8, for guessing the encoding.
     """
 
@@ -84,6 +85,7 @@ class Scan:
     nul_bytes: int
     newlines: int
     foreign: bytes
+    stamp: tuple[int, int, int]
 
     @property
     def parquet(self) -> bool:
@@ -191,6 +193,7 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
 def scan(path: Path) -> Scan:
     """Look at every byte once. Raises DataError for an empty, unreadable or damaged file and for what is no data."""
     _check_exists(path)
+    stamp = _stamp(path)
     with open_bytes(path) as stream:
         head = stream.read(HEAD_BYTES)
         _refuse_other_kinds(path, head)
@@ -215,7 +218,23 @@ def scan(path: Path) -> Scan:
         nul_bytes=counter.nuls,
         newlines=counter.newlines,
         foreign=bytes(counter.foreign),
+        stamp=stamp,
     )
+
+
+def check_unchanged(found: Scan) -> None:
+    """Raises DataError for a file that was written to since it was scanned: what was read of it is not one state."""
+    try:
+        same = _stamp(found.path) == found.stamp
+    except OSError:
+        same = False
+    if not same:
+        raise DataError("changed while it was read", "Start again when it is complete.", path=found.path)
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 def _check_ratio(path: Path, unpacked: int, packed: int) -> None:

@@ -208,6 +208,28 @@ def test_case_142_143_an_edited_file_is_never_served_from_the_cache(run: Any, wr
     assert before.fingerprint != after.fingerprint
 
 
+def test_a_file_that_changes_while_it_is_read_is_refused_and_not_kept(
+    run: Any, write_rows: Write, tokenizer: Any, tmp_path: Path
+) -> None:
+    path = write_rows(talks(3))
+
+    def add_a_row(done: float, total: float) -> None:
+        if done == 0 and total:
+            path.write_text(path.read_text(encoding="utf-8") + json.dumps(TALK) + "\n", encoding="utf-8")
+
+    with pytest.raises(DataError, match="changed while it was read"):
+        prepare(
+            DataChoice(paths=(str(path),), eval_share=0.0),
+            tokenizer=tokenizer,
+            max_length=64,
+            seed=1,
+            cache=tmp_path / "cache",
+            progress=add_a_row,
+        )
+    after = run(path)
+    assert (len(after.train), after.report.from_cache) == (4, False)
+
+
 def test_other_settings_are_another_entry(run: Any, write_rows: Write) -> None:
     path = write_rows(talks(8))
     run(path)
