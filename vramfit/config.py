@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
 import pydantic
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails
 
 from vramfit.errors import ConfigError, Problem
 from vramfit.places import is_file
-from vramfit.yaml_text import YamlProblem, load_yaml
+from vramfit.yaml_text import YamlProblem, dump_yaml, load_yaml
 
 CONFIG_VERSION: Final = 1
 MAX_FILE_BYTES: Final = 1024 * 1024
@@ -177,7 +176,7 @@ class RunConfig(Part):
     def to_yaml(self) -> str:
         """YAML text, only the settings that differ from the defaults, for `python -m vramfit train`."""
         values = self.model_dump(mode="json", exclude_defaults=True)
-        return yaml.safe_dump({"version": self.version, **values}, allow_unicode=True, sort_keys=False)
+        return dump_yaml({"version": self.version, **values})
 
     @property
     def trains_adapter(self) -> bool:

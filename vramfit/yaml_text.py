@@ -40,6 +40,22 @@ def load_yaml(text: str) -> Any:
         raise YamlProblem(" ".join(str(error).split(";")[0].split())) from None
 
 
+def dump_yaml(values: Any) -> str:
+    """`values` as YAML text that `load_yaml` reads back to the same."""
+    return yaml.dump(values, Dumper=_Dumper, allow_unicode=True, sort_keys=False)
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's SafeDumper, which writes the line end U+0085 as it is and so loses it."""
+
+
+def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if "\x85" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
 def _code(character: Any) -> int:
     return character if isinstance(character, int) else ord(character)
 
