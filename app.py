@@ -34,9 +34,16 @@ def read_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="VRAMFit: train language models on the card you own.")
     parser.add_argument("--host", default="127.0.0.1", help="address to serve on (default 127.0.0.1: only you)")
     parser.add_argument("--port", type=int, default=7860, help="port to serve on (default 7860)")
-    parser.add_argument("--data-dir", type=Path, default=default_data_folder(), help="where runs are kept")
+    parser.add_argument("--data-dir", type=_folder, default=default_data_folder(), help="where runs are kept")
     parser.add_argument("--no-browser", action="store_true", help="do not open the page")
     return parser.parse_args()
+
+
+def _folder(text: str) -> Path:
+    """An empty text (a variable that is not set) must not mean the folder one happens to be in."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty; give a folder, or leave the flag out")
+    return Path(text)
 
 
 if __name__ == "__main__":

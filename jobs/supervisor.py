@@ -316,7 +316,10 @@ def _death(trainer: _Trainer, kills_now: int | None) -> tuple[State, str]:
     if starved and code in (None, -9):
         return "failed", "The machine ran out of memory (RAM) and the system ended the trainer (SIGKILL)."
     if code is None:
-        return "interrupted", "The trainer ended without a word; why is not known, as the supervisor that started it was gone."
+        return (
+            "interrupted",
+            "The trainer ended without a word; why is not known, as the supervisor that started it was gone.",
+        )
     if code < 0:
         name = processes.signal_name(-code)
         if name in CRASHES:

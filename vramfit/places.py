@@ -37,7 +37,10 @@ def is_file(path: Path) -> bool:
 
 def open_data_folder(folder: Path) -> Path:
     """Make `folder` and its parts if need be, and return its absolute path. Raises UserError."""
-    folder = typed_path(folder).resolve()
+    folder = typed_path(folder)
+    if str(folder).startswith("~"):
+        raise UserError(f"There is no home folder for {folder.parts[0]}", "Choose another one with --data-dir.")
+    folder = folder.resolve()
     try:
         for part in (folder, runs_folder(folder), uploads_folder(folder), cache_folder(folder)):
             part.mkdir(parents=True, exist_ok=True)

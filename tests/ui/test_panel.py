@@ -15,6 +15,7 @@ import pytest
 from fastapi.responses import PlainTextResponse
 from fastapi.testclient import TestClient
 
+import app
 from jobs.store import PANEL_LEASE
 from ui import panel
 from ui.panel import Keeper, OwnHostOnly, bind, build, guarded
@@ -26,10 +27,10 @@ from vramfit.errors import DataError, UserError
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory, in_loop: Callable[..., Any]) -> Iterator[TestClient]:
     folder = tmp_path_factory.mktemp("data") / "data"
-    app = in_loop(lambda: build(folder, only_host="127.0.0.1"))
-    with TestClient(app, base_url="http://127.0.0.1") as opened:
+    built = in_loop(lambda: build(folder, only_host="127.0.0.1"))
+    with TestClient(built, base_url="http://127.0.0.1") as opened:
         yield opened
-    app.state.services.store.close()
+    built.state.services.store.close()
 
 
 def test_panel_and_supervisor_load_no_torch() -> None:
@@ -163,6 +164,21 @@ def test_a_data_folder_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
         build(tmp_path / "file")
 
 
+def test_a_data_folder_in_nobodys_home_is_not_made_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="~nobody-of-this-name"):
+        build(Path("~nobody-of-this-name/runs"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_data_folder_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["app.py", "--data-dir", ""])
+    with pytest.raises(SystemExit) as caught:
+        app.read_flags()
+    assert caught.value.code == 2
+    assert "it is empty" in capsys.readouterr().err
+
+
 def test_the_keeper_says_that_a_panel_is_open_and_wakes_the_queue(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,8 +225,8 @@ def test_a_malformed_address_is_one_sentence(client: TestClient, path: str) -> N
     ],
 )
 def test_a_panel_in_a_network_answers_to_no_strangers_name(served_at: str, host: str, own: bool) -> None:
-    app = OwnHostOnly(PlainTextResponse("yes"), host=served_at)
-    client = TestClient(app, base_url="http://127.0.0.1")
+    guarded_app = OwnHostOnly(PlainTextResponse("yes"), host=served_at)
+    client = TestClient(guarded_app, base_url="http://127.0.0.1")
     answer = client.get("/", headers={"host": host})
     assert answer.status_code == (200 if own else 403)
     if own:
