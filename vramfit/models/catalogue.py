@@ -70,6 +70,11 @@ def _of_folder(folder: Path) -> Architecture:
             raise ModelError(f"{path} is not a file", "Give a model's folder in Hugging Face format.")
         values = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
+        if (folder / "adapter_config.json").is_file():
+            raise ModelError(
+                f"{folder} holds an adapter (adapter_config.json), not a whole model",
+                "Give the folder of its base model, or export that run again as merged.",
+            ) from None
         raise ModelError(
             f"The folder {folder} has no config.json", "Give a model's folder in Hugging Face format."
         ) from None

@@ -11,6 +11,7 @@ from vramfit.config import Precision
 from vramfit.engine.evaluation import evaluation_mode
 from vramfit.engine.precision import autocast
 from vramfit.engine.randomness import own_randomness
+from vramfit.errors import ModelError
 
 
 def generate(
@@ -29,7 +30,7 @@ def generate(
 
     `prompt` is text, or token ids as they are; `as_chat` puts a text as a user's turn into the tokenizer's chat
     template. `temperature=0` takes the likeliest token always. The same seed gives the same text. Mode and random
-    states of the run stay as they were.
+    states of the run stay as they were. Raises ModelError when the model's output is not finite.
     """
     if max_new_tokens == 0:
         return ""
@@ -40,7 +41,8 @@ def generate(
         options = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     ends = end_tokens(model, tokenizer)
     with evaluation_mode(model), own_randomness(device, seed), autocast(device, compute):
-        written = model.generate(
+        written = _written(
+            model,
             input_ids=tokens,
             attention_mask=torch.ones_like(tokens),
             max_new_tokens=max_new_tokens,
@@ -51,6 +53,20 @@ def generate(
         )
     text: str = tokenizer.decode(written[0, tokens.shape[1] :], skip_special_tokens=True)
     return text
+
+
+def _written(model: Any, **options: Any) -> torch.Tensor:
+    """The model's own `generate`, whose sampling stops at probabilities that are no numbers."""
+    try:
+        tokens: torch.Tensor = model.generate(**options)
+    except RuntimeError as error:
+        if "probability tensor contains" not in str(error):
+            raise
+        raise ModelError(
+            "The model's output is not finite numbers, so it cannot write text",
+            "Its weights are damaged or overflow in fp16: download it again, or choose fp32 or bf16.",
+        ) from error
+    return tokens
 
 
 def prompt_tokens(tokenizer: Any, prompt: str | Sequence[int], *, as_chat: bool = False) -> torch.Tensor:

@@ -81,7 +81,13 @@ def check_weights(config: RunConfig) -> None:
     if config.model.source == STARTER_MODEL or config.method == "pretrain" or folder is None:
         return
     values = check_folder(folder)
-    if values.get("quantization_config") and config.method != "qlora":
+    stored = values.get("quantization_config")
+    if isinstance(stored, dict) and stored.get("load_in_8bit"):
+        raise ModelError(
+            f"{folder} is stored in 8 bits, which VRAMFit does not train on",
+            "Choose the original 16-bit model; the method qlora stores it in 4 bits itself.",
+        )
+    if stored and config.method != "qlora":
         raise ModelError(
             f"{folder} is stored quantised, and {config.method!r} needs the weights as numbers",
             "Choose the original 16-bit model, or the method qlora.",
@@ -205,6 +211,8 @@ def _cannot_load(model: ModelChoice, folder: Path | None, error: Exception, *, p
     """transformers raises everything from OSError to KeyError: keep its first line, say what to do."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    if "ignore_mismatched_sizes" in str(error):  # its advice is for programmers; the log has the list above it
+        reason = "the shapes of its tensors are not those that config.json describes"
     if folder is None:
         return ModelError(
             f"The {part} of {model.source!r} cannot be fetched from the hub ({reason})",

@@ -21,7 +21,7 @@ from vramfit.data.prepare import PreparedData, prepare
 from vramfit.engine.optimizers import build_optimizer
 from vramfit.engine.resident import ResidentExecutor, StepResult
 from vramfit.engine.schedule import learning_rate_at
-from vramfit.errors import CheckpointError, UserError
+from vramfit.errors import CheckpointError, ModelError, UserError
 from vramfit.hardware.devices import Machine, probe
 from vramfit.models.export import export_run
 from vramfit.models.generate import generate
@@ -232,15 +232,21 @@ class _Run:
         """Text of the model as it is now: what the run is for, in a form a person can judge."""
         self.recorder.phase(PhaseProgress(name="evaluating", detail=f"text {stage} training"))
         for prompt in sample_prompts(self.config, self.data, tokenizer):
-            text = generate(
-                self.executor.model,
-                tokenizer,
-                prompt.text if prompt.tokens is None else prompt.tokens,
-                self.config.output.sample_tokens,
-                self.config.seed,
-                as_chat=prompt.as_chat,
-                compute=self.plan.compute,
-            )
+            try:
+                text = generate(
+                    self.executor.model,
+                    tokenizer,
+                    prompt.text if prompt.tokens is None else prompt.tokens,
+                    self.config.output.sample_tokens,
+                    self.config.seed,
+                    as_chat=prompt.as_chat,
+                    compute=self.plan.compute,
+                )
+            except ModelError as error:
+                if stage == "before":
+                    raise
+                self._say("warning", "sample", str(error), step=step)  # the result is already there
+                return
             self.recorder.sample(TextSample(step=step, stage=stage, prompt=prompt.text, text=text))
 
     def _micro_batches(self, rows: Sequence[int]) -> list[MicroBatch]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from vramfit.errors import ModelError
 from vramfit.models.generate import generate, prompt_tokens
 from vramfit.models.load import load_model, load_tokenizer
 
@@ -63,3 +64,11 @@ def test_prompts_may_be_empty_or_turns_of_a_chat(pair):
     assert chat == "<user>hello</s><assistant>"
     assert isinstance(generate(model, tokenizer, "", 3, 1), str)
     assert generate(model, tokenizer, "x", 0, 1) == ""
+
+
+def test_output_that_is_not_finite_is_one_sentence(pair):
+    model, tokenizer = pair
+    with torch.no_grad():
+        model.get_base_model().model.norm.weight.fill_(float("nan"))
+    with pytest.raises(ModelError, match="not finite numbers"):
+        generate(model, tokenizer, "once upon", 4, 1)

@@ -91,7 +91,7 @@ def test_weights_of_another_shape_are_refused(small, model_folder, tmp_path):
     path = model_folder / "config.json"
     values = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps(values | {"intermediate_size": 96}), encoding="utf-8")
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(ModelError, match=r"cannot be loaded.*shapes of its tensors are not those that config\.json"):
         load_model(small.config(model_folder), small.plan(), cache=tmp_path)
 
 
@@ -128,5 +128,29 @@ def test_what_looks_like_an_id_is_an_id(source, tmp_path, monkeypatch):
     assert local_folder(ModelChoice(source=source)) is None
 
 
+def test_an_adapter_is_not_taken_for_a_model(model_folder):
+    (model_folder / "config.json").rename(model_folder / "adapter_config.json")
+    with pytest.raises(ModelError, match="holds an adapter"):
+        read_architecture(ModelChoice(source=str(model_folder)))
+
+
 def test_the_architecture_of_a_folder(model_folder):
     assert read_architecture(ModelChoice(source=str(model_folder))).layers == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "stored", "words"),
+    [
+        ("full", {"quant_method": "bitsandbytes", "load_in_4bit": True}, "stored quantised, and 'full'"),
+        ("qlora", {"quant_method": "bitsandbytes", "load_in_8bit": True}, "stored in 8 bits"),
+    ],
+)
+def test_quantised_weights_that_the_method_cannot_train_are_refused(small, model_folder, method, stored, words):
+    from vramfit.models.load import check_weights
+
+    path = model_folder / "config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    check_weights(small.config(model_folder, method=method))
+    path.write_text(json.dumps(values | {"quantization_config": stored}), encoding="utf-8")
+    with pytest.raises(ModelError, match=words):
+        check_weights(small.config(model_folder, method=method))

@@ -201,3 +201,23 @@ def test_damaged_weights_are_refused_before_the_data_is_read(
     with pytest.raises(ModelError, match="Git LFS pointer"):
         train(small_run(model={"source": str(folder)}, method="full"), folder=tmp_path, cache=cache, recorder=heard)
     assert "tokenising" not in [phase.name for phase in heard.phases]
+
+
+def test_a_text_that_cannot_be_written_does_not_undo_a_finished_run(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+
+    def overflows_later(*_: object, **__: object) -> str:
+        if written:
+            raise ModelError("The model's output is not finite numbers")
+        written.append("once")
+        return "once"
+
+    monkeypatch.setattr("vramfit.training.loop.generate", overflows_later)
+    heard = kept()
+    result = train(small_run(schedule={"max_steps": 1}), folder=tmp_path / "run", cache=cache, recorder=heard)
+    assert result.export is not None
+    assert [event.message for event in heard.events if event.kind == "sample"] == [
+        "The model's output is not finite numbers"
+    ]
