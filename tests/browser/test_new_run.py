@@ -89,11 +89,16 @@ def test_a_model_that_cannot_fit_says_the_numbers_and_what_would_help(form: Page
 
 def test_an_unknown_model_is_one_sentence_at_the_model(form: Page) -> None:
     box = form.locator("#field-model-source input")
-    box.fill("nobody/nothing")
+    box.fill("no/such/folder")
     box.press("Enter")
     box.blur()
     _pick(form, "method", "LoRA adapter")
-    expect(form.locator("#field-model-source .vf-field-problem")).to_contain_text("nobody/nothing")
+    expect(form.locator("#field-model-source .vf-field-problem")).to_contain_text("no/such/folder")
+    box.fill("nobody/nothing")  # may be a hub id: the run will find out, so Start stays on
+    box.press("Enter")
+    box.blur()
+    expect(form.locator("#estimate .vf-badge-later")).to_be_visible()
+    expect(form.locator("#start")).to_be_enabled()
 
 
 def test_missing_and_empty_files_are_one_sentence_at_the_files(form: Page, tmp_path: Path) -> None:
