@@ -156,7 +156,8 @@ class Attempt:
             )
             return 1
         failure = explain(error)
-        print(f"failed: {failure.what} {failure.remedy}", file=sys.stderr)
+        if self._may_leave:  # the queue's child writes its own log; the command line says it itself
+            print(f"failed: {failure.what} {failure.remedy}", file=sys.stderr)
         self._end("failed", failure=failure.what, remedy=failure.remedy)
         return failure.code
 

@@ -71,6 +71,13 @@ def test_an_estimate_that_does_not_fit_still_tells_the_numbers(capsys: pytest.Ca
     assert "GiB" in heard.err
 
 
+def test_without_data_a_model_is_planned_for_sequences_as_long_as_allowed(capsys: pytest.CaptureFixture[str]) -> None:
+    values = answer(capsys, "estimate", *LLAMA_ON_4090, "--method", "qlora", "--max-length", "512")
+    assert values["workload"]["longest_tokens"] == values["workload"]["mean_tokens"] == 512
+    assert values["plan"]["max_length"] == 512
+    assert values["workload"]["exact"] is False
+
+
 def test_both_also_speak_plainly(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *LLAMA_ON_4090]) == 0
     text = capsys.readouterr().out

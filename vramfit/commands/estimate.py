@@ -30,7 +30,10 @@ def _show(forecast: Forecast, *, as_json: bool) -> None:
 def describe(forecast: Forecast) -> str:
     """The estimate in a few lines of text."""
     memory, speed, plan = forecast.memory, forecast.speed, forecast.plan
+    workload = forecast.workload
     lines = [
+        f"Data            {workload.sequences:,} sequences of {workload.mean_tokens:,.0f} tokens on average, "
+        f"the longest {workload.longest_tokens:,}{'' if workload.exact else ' (estimated)'}",
         f"Device memory   {format_bytes(memory.device_bytes)} of {format_bytes(plan.budget_bytes)} "
         f"({'fits' if forecast.fits else 'does not fit'})",
         f"  peak          {format_bytes(memory.peak_bytes)} allocated, in the phase {memory.peak.name} "

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any, Final
 
-from vramfit.config import STARTER_QUESTIONS, STARTER_STORIES, RunConfig
+from vramfit.config import STARTER_MODEL, STARTER_QUESTIONS, STARTER_STORIES, RunConfig
 from vramfit.data.read import ReadOptions, guess_workload, survey
 from vramfit.errors import ConfigError, HardwareError, Problem
 from vramfit.hardware import catalogue as cards
@@ -20,6 +20,7 @@ from vramfit.starter.corpus import corpus_workload
 from vramfit.yaml_text import YamlProblem, load_yaml
 
 MAX_RAM_GIB: Final = 1_048_576
+ASSUMED_SEQUENCES: Final = 1000
 
 _SHORT_FLAGS = {
     "model": "model.source",
@@ -64,7 +65,7 @@ def forecast_from(options: argparse.Namespace) -> Forecast:
         config,
         architecture=architecture,
         machine=machine_from(options),
-        workload=workload_of(config, max_length=limit),
+        workload=workload_of(config, max_length=limit, named=bool(options.config or options.data)),
     )
 
 
@@ -116,9 +117,15 @@ def machine_from(options: argparse.Namespace) -> Machine:
     return probe(default_data_folder())
 
 
-def workload_of(config: RunConfig, *, max_length: int) -> Workload:
-    """How much there is to train, without tokenising: known for the starter, guessed from the files' rows otherwise."""
+def workload_of(config: RunConfig, *, max_length: int, named: bool) -> Workload:
+    """How much there is to train, without tokenising: known for the starter, guessed from the files' rows otherwise.
+
+    Where no data was named for a model of the user's, ASSUMED_SEQUENCES sequences that are all as long as allowed: what
+    needs the most memory.
+    """
     choice = config.data
+    if not named and config.model.source != STARTER_MODEL:
+        return Workload(sequences=ASSUMED_SEQUENCES, mean_tokens=max_length, longest_tokens=max_length)
     if len(choice.paths) == 1 and choice.paths[0] in (STARTER_STORIES, STARTER_QUESTIONS):
         return corpus_workload(choice.paths[0])
     from vramfit.data.prepare import data_paths
