@@ -222,7 +222,8 @@ def guarded(
     @functools.wraps(handler)
     def safe(*args: Any, **kwargs: Any) -> dict[Any, Any]:
         try:
-            return handler(*args, **kwargs)
+            # gradio takes an empty dict for one value too few, not for "nothing changes".
+            return handler(*args, **kwargs) or {answer: gr.skip()}
         except VramfitError as error:
             log.warning("%s", error)
             return {answer: notice_card(error, texts)}

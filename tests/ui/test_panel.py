@@ -232,3 +232,9 @@ def test_a_panel_in_a_network_answers_to_no_strangers_name(served_at: str, host:
     if own:
         assert client.post("/", headers={"host": host, "origin": "http://evil.example"}).status_code == 403
         assert client.post("/", headers={"host": host, "origin": f"http://{host}"}).status_code == 200
+
+
+def test_a_handler_that_changes_nothing_is_an_answer_too(tmp_path: Path) -> None:
+    safe = guarded(dict, "answer", texts=texts_of("en"), log_path=tmp_path / "log")
+    assert list(safe()) == ["answer"]
+    assert "value" not in safe()["answer"]
