@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from vramfit.config import RunConfig
+from vramfit.config import STARTER_QUESTIONS, STARTER_STORIES, RunConfig
+from vramfit.data.prepare import data_paths
 from vramfit.data.read import ReadOptions, Survey, guess_workload, survey
 from vramfit.errors import ModelError
 from vramfit.hardware import catalogue as cards
 from vramfit.hardware.devices import Device, Machine, probe
 from vramfit.models.architecture import Architecture
 from vramfit.models.catalogue import architecture_of, may_be_hub_id
-from vramfit.places import is_file, is_folder, typed_path
+from vramfit.places import cache_folder, is_file, is_folder, typed_path
 from vramfit.planning.plan import Forecast, Workload
 from vramfit.planning.planner import forecast_run, length_limit
 from vramfit.starter.corpus import corpus_workload
@@ -116,11 +117,10 @@ class Previewer:
 
         None while the survey is being made. Raises DataError for data that cannot be used.
         """
-        starter = [path for path in config.data.paths if path.startswith("starter:")]
-        if starter:
-            return corpus_workload(starter[0])
         choice = config.data
-        found = self._survey([typed_path(path) for path in choice.paths], ReadOptions.of(choice))
+        if choice.paths in ((STARTER_STORIES,), (STARTER_QUESTIONS,)):
+            return corpus_workload(choice.paths[0])
+        found = self._survey(data_paths(choice, cache_folder(self._data_dir)), ReadOptions.of(choice))
         if found is None or not max_length:
             return None
         return guess_workload(found, max_length, packing=choice.packing, eval_share=choice.eval_share)

@@ -10,7 +10,7 @@ import pytest
 
 from ui import preview
 from ui.preview import PLAN_PREFIX, Previewer
-from vramfit.config import RunConfig
+from vramfit.config import STARTER_STORIES, RunConfig
 from vramfit.errors import DataError, HardwareError, ModelError
 from vramfit.hardware.catalogue import cards
 from vramfit.starter.recipe import starter_run
@@ -62,6 +62,16 @@ def test_a_file_is_surveyed_once_until_it_changes(
     file.write_text('{"text": "one two three"}\n' * 400, encoding="utf-8")
     assert previewer.workload(config, max_length=64).sequences > few.sequences
     assert len(surveyed) == 2
+
+
+def test_the_starter_beside_a_file_counts_both(previewer: Previewer, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"text": "one two three"}\n' * 50, encoding="utf-8")
+    alone = previewer.workload(
+        RunConfig.parse({"data": {"paths": [STARTER_STORIES], "packing": False}}), max_length=224
+    )
+    both = RunConfig.parse({"data": {"paths": [STARTER_STORIES, str(file)], "packing": False, "eval_share": 0}})
+    assert previewer.workload(both, max_length=224).sequences == alone.sequences + 50
 
 
 @pytest.mark.parametrize("source", ["nobody/nothing", "Some-Org_1/model.v2"])
