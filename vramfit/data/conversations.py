@@ -15,8 +15,9 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from vramfit.data.rendering import TemplateRefusal
 from vramfit.data.shapes import Conversation, Document, Dropped
-from vramfit.data.template import Rendered, Template, TemplateRefusal, default_template
+from vramfit.data.template import Rendered, Template, default_template
 
 TrainedOn = Literal["auto", "everything", "assistant", "last"]
 IntArray = NDArray[np.int32]
@@ -84,15 +85,18 @@ class Encoder:
         return found + [f"{count:,} {fact}." for fact, count in self.facts.most_common()]
 
     def encode(self, contents: Sequence[tuple[int, Conversation | Document]]) -> list[Example | Dropped]:
-        """Encode a batch of (row number, content), in order. Never raises for what a row holds."""
+        """Encode a batch of (row number, content), in order. Raises DataError for a template that goes over
+        its limits, never for what a row holds."""
         results: list[Example | Dropped | None] = [None] * len(contents)
+        talks: list[tuple[int, int, Conversation]] = []
         rendered: list[tuple[int, int, Rendered]] = []
         documents: list[tuple[int, int, str]] = []
         for index, (row, content) in enumerate(contents):
             if isinstance(content, Document):
                 documents.append((index, row, content.text))
-                continue
-            result = self._render(content)
+            else:
+                talks.append((index, row, content))
+        for (index, row, _), result in zip(talks, self._render([talk for *_, talk in talks]), strict=True):
             if isinstance(result, Dropped):
                 results[index] = result
             else:
@@ -105,13 +109,16 @@ class Encoder:
             results[index] = self._conversation(row, item, ids, trained)
         return [result for result in results if result is not None]
 
-    def _render(self, conversation: Conversation) -> Rendered | Dropped:
+    def _render(self, conversations: list[Conversation]) -> list[Rendered | Dropped]:
+        if not conversations:
+            return []
         if self._template is None:
             raise AssertionError("this encoder was made for documents")
-        try:
-            item = self._template.render(conversation, last_only=self._last_only)
-        except TemplateRefusal as refusal:
-            return Dropped(f"the model's chat template refuses it: {refusal}")
+        return [self._verdict(item) for item in self._template.render_all(conversations, last_only=self._last_only)]
+
+    def _verdict(self, item: Rendered | TemplateRefusal) -> Rendered | Dropped:
+        if isinstance(item, TemplateRefusal):
+            return Dropped(f"the model's chat template refuses it: {item}")
         if not item.ends_with_answer:
             self.facts["conversations do not end with the assistant; what follows its last turn is not learned"] += 1
         return item

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+from vramfit.data.rendering import Answer, Message, Renderer, Request, TemplateRefusal
 from vramfit.data.shapes import Conversation, Turn, merge_turns
 from vramfit.errors import DataError
 
@@ -29,12 +30,6 @@ _TOOL: Final = {
     },
 }
 _CALL: Final = {"name": "probecall", "arguments": {"x": "PROBEARGUMENT"}}
-
-Message = dict[str, Any]
-
-
-class TemplateRefusal(Exception):
-    """The template cannot render this conversation; the text is its own reason."""
 
 
 def default_template(tokenizer: Any) -> str:
@@ -77,39 +72,76 @@ class Rendered:
     ends_with_answer: bool
 
 
+_Rendering = Generator[list[Request], list[Answer | TemplateRefusal], Rendered]
+
+
 class Template:
     """The chat template of one tokenizer. Raises DataError when it cannot render even one question and its answer."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self._renderer = Renderer(tokenizer)
         self.changes: Counter[str] = Counter()
         self.can = self._probe()
 
     def render(self, conversation: Conversation, *, last_only: bool = False) -> Rendered:
         """The text and where its answers are. Raises TemplateRefusal."""
+        [result] = self.render_all([conversation], last_only=last_only)
+        if isinstance(result, TemplateRefusal):
+            raise result
+        return result
+
+    def render_all(
+        self, conversations: Sequence[Conversation], *, last_only: bool = False
+    ) -> list[Rendered | TemplateRefusal]:
+        """`render` for many at once, each with its text or its refusal. Raises DataError for a template out of limits.
+
+        Every conversation is a generator that asks for renderings and goes on with the answers; what all of them ask
+        for goes to the rendering process in one message.
+        """
+        works = [self._rendering(conversation, last_only) for conversation in conversations]
+        results: dict[int, Rendered | TemplateRefusal] = {}
+        waiting: dict[int, list[Request]] = {}
+        answers: dict[int, list[Answer | TemplateRefusal] | None] = dict.fromkeys(range(len(works)))
+        while answers:
+            for index, found in answers.items():
+                try:
+                    waiting[index] = next(works[index]) if found is None else works[index].send(found)
+                except StopIteration as end:
+                    results[index] = end.value
+                except TemplateRefusal as refusal:
+                    results[index] = refusal
+            replies = iter(self._renderer.render([request for asked in waiting.values() for request in asked]))
+            answers = {index: [next(replies) for _ in asked] for index, asked in waiting.items()}
+            waiting = {}
+        return [results[index] for index in range(len(works))]
+
+    def _rendering(self, conversation: Conversation, last_only: bool) -> _Rendering:
         changed: set[str] = set()
         turns = self._adapt(conversation, changed)
         messages = self._messages(turns)
         tools = list(conversation.tools) if conversation.tools and self.can.tools else None
-        text = self._text(messages, tools)
         answers = [index for index, turn in enumerate(turns) if turn.role == "assistant" and turn.trained]
         if last_only:
             answers = answers[-1:]
-        spans = tuple(self._span(index, messages, tools, text) for index in answers)
+        before, after = [(index, True) for index in answers], [(index + 1, False) for index in answers]
+        prefixes = tuple(part for part in before + after if 0 < part[0] < len(messages))
+        [whole] = yield [Request(messages=messages, tools=tools, prefixes=prefixes)]
+        if isinstance(whole, TemplateRefusal):
+            raise whole
+        lengths = dict(zip(prefixes, whole.lengths, strict=True)) | {(len(messages), False): len(whole.text)}
+        spans = []
+        for index in answers:
+            span = yield from self._span(index, messages, tools, whole.text, lengths)
+            spans.append(span)
         self.changes.update(changed)
-        return Rendered(text, spans, turns[-1].role == "assistant")
+        return Rendered(whole.text, tuple(spans), turns[-1].role == "assistant")
 
     def _text(self, messages: Sequence[Message], tools: list[Any] | None = None, *, asks: bool = False) -> str:
-        """Render. A template is a program of unknown origin and may raise anything; all of it is a refusal."""
-        try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=asks
-            )
-        except Exception as error:
-            raise TemplateRefusal(
-                str(error).strip().splitlines()[0][:200] if str(error).strip() else repr(error)
-            ) from None
-        return str(text)
+        """Render one. Raises TemplateRefusal."""
+        [found] = self._renderer.render([Request(messages=messages, tools=tools, asks=asks)])
+        if isinstance(found, TemplateRefusal):
+            raise found
+        return found.text
 
     def _probe(self) -> Abilities:
         asked = {"role": "user", "content": _ASKED}
@@ -219,17 +251,27 @@ class Template:
             messages.append(message)
         return messages
 
-    def _span(self, index: int, messages: list[Message], tools: list[Any] | None, text: str) -> tuple[int, int]:
+    def _span(
+        self,
+        index: int,
+        messages: list[Message],
+        tools: list[Any] | None,
+        text: str,
+        lengths: dict[tuple[int, bool], int | None],
+    ) -> Generator[list[Request], list[Answer | TemplateRefusal], tuple[int, int]]:
         """Where answer `index` is in `text`: from what the template asks with, to the mark that ends its turn.
 
         First by prefixes: the conversation up to the question, and up to the answer, are beginnings of the whole.
         Templates that render a turn differently when it is the last one break that; there the place is where the
         text changes when the answer is changed.
         """
-        start = self._start_by_prefix(index, messages, tools, text)
-        end = self._end_by_prefix(index, messages, tools, text)
+        start, end = lengths.get((index, True)), lengths.get((index + 1, False))
         if start is None or end is None or (not self.can.generation_prompt):
-            changed = self._changed_part(index, messages, tools, text)
+            replies = yield [
+                Request(messages=[*messages[:index], other, *messages[index + 1 :]], tools=tools)
+                for other in _others(messages[index])
+            ]
+            changed = _changed_part(text, replies)
             start = changed[0] if start is None or not self.can.generation_prompt else start
             end = changed[1] if end is None else end
             mark = text.find(self.can.end_of_turn, changed[1]) if self.can.end_of_turn else -1
@@ -240,37 +282,21 @@ class Template:
             end = start + len(trimmed)
         return start, end
 
-    def _start_by_prefix(self, index: int, messages: list[Message], tools: Any, text: str) -> int | None:
-        if index == 0:
-            return None
-        try:
-            before = self._text(messages[:index], tools, asks=True)
-        except TemplateRefusal:
-            return None
-        return len(before) if text.startswith(before) else None
 
-    def _end_by_prefix(self, index: int, messages: list[Message], tools: Any, text: str) -> int | None:
-        if index == len(messages) - 1:
-            return len(text)
-        try:
-            after = self._text(messages[: index + 1], tools)
-        except TemplateRefusal:
-            return None
-        return len(after) if text.startswith(after) else None
-
-    def _changed_part(self, index: int, messages: list[Message], tools: Any, text: str) -> tuple[int, int]:
-        """The part of `text` that answer `index` alone decides. Raises TemplateRefusal when it decides nothing."""
-        message = messages[index]
-        start, end = len(text), 0
-        for other in _others(message):
-            changed = self._text([*messages[:index], other, *messages[index + 1 :]], tools)
-            if changed == text:
-                continue
-            start = min(start, _shared_start(text, changed))
-            end = max(end, len(text) - _shared_start(text[::-1], changed[::-1]))
-        if end <= start:
-            raise TemplateRefusal("the template leaves an answer out")
-        return start, end
+def _changed_part(text: str, replies: Sequence[Answer | TemplateRefusal]) -> tuple[int, int]:
+    """The part of `text` that the renderings with another answer lack. Raises TemplateRefusal where there is none."""
+    start, end = len(text), 0
+    for reply in replies:
+        if isinstance(reply, TemplateRefusal):
+            raise reply
+        changed = reply.text
+        if changed == text:
+            continue
+        start = min(start, _shared_start(text, changed))
+        end = max(end, len(text) - _shared_start(text[::-1], changed[::-1]))
+    if end <= start:
+        raise TemplateRefusal("the template leaves an answer out")
+    return start, end
 
 
 def _shared_start(one: str, other: str) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from vramfit.config import Precision
+from vramfit.data.rendering import Renderer, Request, TemplateRefusal
 from vramfit.engine.evaluation import evaluation_mode
 from vramfit.engine.precision import autocast
 from vramfit.engine.randomness import own_randomness
@@ -74,16 +75,22 @@ def prompt_tokens(tokenizer: Any, prompt: str | Sequence[int], *, as_chat: bool 
     if not isinstance(prompt, str):
         ids = list(prompt)
     elif as_chat and tokenizer.chat_template:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-        )
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = tokenizer(_question(tokenizer, prompt), add_special_tokens=False)["input_ids"]
     else:
         ids = tokenizer(prompt)["input_ids"]
     if not ids:
         first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         ids = [first if first is not None else 0]
     return torch.tensor([ids])
+
+
+def _question(tokenizer: Any, prompt: str) -> str:
+    """The prompt as a chat's first question, by the model's own template. Raises DataError, ModelError."""
+    asked = Request(messages=[{"role": "user", "content": prompt}], asks=True)
+    [found] = Renderer(tokenizer).render([asked])
+    if isinstance(found, TemplateRefusal):
+        raise ModelError(f"The model's chat template cannot render a question: {found}", "Mend chat_template.jinja.")
+    return found.text
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
