@@ -16,6 +16,7 @@ import gradio as gr
 from jobs.store import Store
 from jobs.supervisor import ensure_running
 from ui import form
+from ui.data_card import data_card, reading_card
 from ui.estimate import error_card, forecast_card, later_card, problems_card
 from ui.form import FieldSpec
 from ui.preview import PLAN_PREFIX, Preview, Previewer
@@ -36,6 +37,9 @@ NAME_BYTES: Final = 200
 """An uploaded file's name is cut to this; file systems take 255."""
 DOUBLE_CLICK_S: Final = 3.0
 """Two presses of Start with the same settings within this time are one."""
+
+_OF_DATA: Final = ("model.source", "model.revision", "data.")
+"""Beginnings of the fields that decide what the data card shows."""
 
 _CHOSEN_APART: Final = ("model.source", "data.paths", "device")
 _FIELD_OF_ERROR: Final = ((DataError, "data.paths"), (ModelError, "model.source"), (HardwareError, "device"))
@@ -123,6 +127,13 @@ class NewRun:
                 elem_id=_field_id(spec.path),
             )
             self.upload = gr.UploadButton(texts["new.upload"], file_count="multiple", size="sm", elem_id="upload")
+        self.data_card = gr.HTML(
+            self._reading(),  # the page asks for the rest as soon as it is drawn
+            elem_id="data-card",
+            elem_classes="vf-wide",
+            apply_default_css=False,
+            js_on_load="window.VF.mountData(element, watch, trigger)",
+        )
 
     def _group(self, group: str, specs: list[FieldSpec], shown: Mapping[str, str]) -> None:
         specs = [spec for spec in specs if not spec.simple]
@@ -194,6 +205,15 @@ class NewRun:
             trigger_mode="always_last",
             **quick,
         )
+        of_data = [widget.change for path, widget in self.widgets.items() if path.startswith(_OF_DATA)]
+        gr.on(
+            [*of_data, self.data_choice.change, self.data_card.click],
+            self._guard(self.on_data, self.answer),
+            inputs=self.inputs,
+            outputs=[self.data_card],
+            trigger_mode="always_last",
+            **quick,
+        )
         self.widgets["model.source"].input(
             self._guard(self.on_model, self.answer),
             inputs=self.inputs,
@@ -237,6 +257,36 @@ class NewRun:
             self.start: gr.update(interactive=not planning),
             self.own: gr.update(visible=own),
         }
+
+    def on_data(self, values: Values) -> Updates:
+        """What the chosen data is and what the chosen model makes of it, as far as that is known by now."""
+        try:
+            config, _ = self._config(values)
+            survey = self.previewer.survey(config)
+        except VramfitError:
+            return {self.data_card: ""}  # the estimate says it, at the field
+        if survey is None:
+            return {self.data_card: self._reading()}
+        limit, sample, trouble = None, None, ""
+        try:
+            limit = self.previewer.limit(config)
+            sample = self.previewer.samples.ask(config)
+        except VramfitError as error:
+            trouble = str(Problem(field="", what=error.what, remedy=error.remedy))
+        ask_again = next(self._number) if sample is None and not trouble else None
+        card = data_card(
+            survey,
+            self.texts,
+            choice=config.data,
+            limit=limit,
+            sample=sample,
+            trouble=trouble,
+            ask_again=ask_again,
+        )
+        return {self.data_card: card}
+
+    def _reading(self) -> str:
+        return reading_card(self.texts, ask_again=next(self._number))
 
     def on_model(self, values: Values) -> Updates:
         """Another model was chosen: what still stands as the starter's recipe set it makes way for the usual values.

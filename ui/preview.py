@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from vramfit.config import STARTER_QUESTIONS, STARTER_STORIES, RunConfig
+from ui.samples import Samples
+from vramfit.config import STARTER_QUESTIONS, STARTER_STORIES, DataChoice, RunConfig
 from vramfit.data.prepare import data_paths
 from vramfit.data.read import ReadOptions, Survey, guess_workload, survey
 from vramfit.errors import ModelError
@@ -76,6 +77,7 @@ class Previewer:
         self._probed_at = 0.0
         self._surveys: OrderedDict[object, _Reading] = OrderedDict()
         self._turn = threading.BoundedSemaphore(SURVEYS_AT_ONCE)
+        self.samples = Samples(data_dir, version=version_of)
 
     def refresh(self) -> None:
         """Probe the machine again (seconds, when a torch process has to be asked)."""
@@ -120,19 +122,37 @@ class Previewer:
         choice = config.data
         if choice.paths in ((STARTER_STORIES,), (STARTER_QUESTIONS,)):
             return corpus_workload(choice.paths[0])
-        found = self._survey(data_paths(choice, cache_folder(self._data_dir)), ReadOptions.of(choice))
+        found = self.survey(config)
         if found is None or not max_length:
             return None
-        return guess_workload(found, max_length, packing=choice.packing, eval_share=choice.eval_share)
+        sample = self.samples.known(config)
+        return guess_workload(
+            found,
+            max_length,
+            packing=choice.packing,
+            eval_share=choice.eval_share,
+            measured=sample.lengths if sample else (),
+            trained_share=sample.trained_share if sample else None,
+        )
 
-    def _survey(self, paths: list[Path], options: ReadOptions) -> Survey | None:
-        """The survey of these files as they are now, or None while it is being made, which may take many seconds."""
-        key = (repr(options), tuple(_version(path) for path in paths))
+    def survey(self, config: RunConfig) -> Survey | None:
+        """What the data is, or None while it is being read, which may take many seconds. Raises DataError."""
+        return self._survey(config.data)
+
+    def limit(self, config: RunConfig) -> int | None:
+        """Tokens a sequence may have; None while the model's shape is not known. Raises ModelError, ConfigError."""
+        architecture = _shape_of(config)
+        return None if architecture is None else length_limit(config, architecture)
+
+    def _survey(self, choice: DataChoice) -> Survey | None:
+        """The survey of these files as they are now, or None while it is being made."""
+        options = ReadOptions.of(choice)
+        key = (repr(options), tuple(version_of(path) for path in choice.paths))
         with self._lock:
             reading = self._surveys.get(key)
             if reading is None:
                 reading = self._surveys[key] = _Reading()
-                arguments = (key, reading, paths, options)
+                arguments = (key, reading, choice, options)
                 threading.Thread(target=self._read, args=arguments, name="survey", daemon=True).start()
             reading.asked_at = time.monotonic()
             self._surveys.move_to_end(key)
@@ -144,7 +164,7 @@ class Previewer:
             raise reading.error.with_traceback(None)
         return reading.found
 
-    def _read(self, key: object, reading: _Reading, paths: list[Path], options: ReadOptions) -> None:
+    def _read(self, key: object, reading: _Reading, choice: DataChoice, options: ReadOptions) -> None:
         """Make one survey when it is its turn, unless nobody waits for it any more."""
         with self._turn:
             if time.monotonic() - reading.asked_at > ASKED_S:
@@ -152,7 +172,7 @@ class Previewer:
                     self._surveys.pop(key, None)
                 return
             try:
-                reading.found = survey(paths, options)
+                reading.found = survey(data_paths(choice, cache_folder(self._data_dir)), options)
             except Exception as error:
                 reading.error = error
             reading.done.set()
@@ -170,8 +190,10 @@ def _shape_of(config: RunConfig) -> Architecture | None:
         return None
 
 
-def _version(path: Path) -> tuple[str, int, int, int]:
-    """Changes when the file does, or a file in the folder; zeros when it is not there, which the survey says better."""
+def version_of(name: str) -> tuple[str, int, int, int]:
+    """Changes when the file does, or a file in the folder; zeros when it is not there (the starter's, a hub id), which
+    the survey says better."""
+    path = typed_path(name)
     states = []
     try:
         states.append(path.stat())

@@ -141,12 +141,52 @@
       const index = folds.indexOf(event.target);
       if (index >= 0) event.target.open ? open.add(index) : open.delete(index);
     }, true);
+    VF.askEstimate = () => trigger("click", {});
     const after = () => {
       element.querySelectorAll("details").forEach((fold, index) => { fold.open = open.has(index); });
       VF.markFields(element);
       clearTimeout(again);
       again = setTimeout(askAgain, 700);
       VF.estimateShownAt = performance.now();
+    };
+    watch("value", after);
+    after();
+  };
+
+  // ---- New run: the data card asks until it is whole, turns its rows, and tells the estimate of measured lengths ----
+  VF.mountData = (element, watch, trigger) => {
+    let again = 0;
+    let row = 0;
+    let measured = "";
+    const askAgain = () => {
+      if (!element.querySelector("[data-again]")) return;
+      if (document.hidden || VF.place().page !== "new") again = setTimeout(askAgain, 1000);
+      else trigger("click", {});
+    };
+    const turn = (by) => {
+      const rows = [...element.querySelectorAll(".vf-row-view")];
+      if (!rows.length) return;
+      row = Math.min(Math.max(row + by, 0), rows.length - 1);
+      rows.forEach((view, index) => VF.show(view, index === row));
+      VF.text(element.querySelector(".vf-row-title"), rows[row].dataset.title);
+      for (const button of element.querySelectorAll("[data-turn]")) {
+        button.disabled = row + Number(button.dataset.turn) < 0 || row + Number(button.dataset.turn) >= rows.length;
+      }
+    };
+    element.addEventListener("click", (event) => {
+      const button = event.target.closest("[data-turn]");
+      if (button) turn(Number(button.dataset.turn));
+    });
+    const after = () => {
+      const now = element.querySelector(".vf-data")?.dataset.measured ?? "";
+      if (now && now !== measured) {
+        row = 0;
+        VF.askEstimate?.();
+      }
+      measured = now;
+      turn(0);
+      clearTimeout(again);
+      again = setTimeout(askAgain, 500);
     };
     watch("value", after);
     after();

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -311,18 +311,25 @@ def packs_by_itself(survey: Survey, median_tokens: float, max_length: int) -> bo
 
 
 def guess_workload(
-    survey: Survey, max_length: int, *, packing: bool | Literal["auto"] = "auto", eval_share: float = 0.0
+    survey: Survey,
+    max_length: int,
+    *,
+    packing: bool | Literal["auto"] = "auto",
+    eval_share: float = 0.0,
+    measured: Sequence[int] = (),
+    trained_share: float | None = None,
 ) -> Workload:
-    """How much there is to train before a tokenizer has seen it: tokens from bytes (see BYTES_PER_TOKEN).
+    """How much there is to train before a tokenizer has seen all of it: tokens from bytes (see BYTES_PER_TOKEN), or
+    from the `measured` lengths in tokens and `trained_share` of a sample of the rows.
 
     `max_length` cuts rows; text files and packed documents are spread over blocks of that length instead. Packing
     and `eval_share` are meant as in DataChoice.
     """
     around = TURN_TOKENS * survey.mean_turns + 1
-    lengths = [size / BYTES_PER_TOKEN + around for size in survey.row_bytes]
+    lengths = _measured_lengths(survey, measured) or [size / BYTES_PER_TOKEN + around for size in survey.row_bytes]
     rows = max(round(survey.rows * (1 - eval_share)), 1)
     mean = sum(lengths) / len(lengths)
-    trained = max(min(survey.trained_share, 1.0), 0.01)
+    trained = max(min(survey.trained_share if trained_share is None else trained_share, 1.0), 0.01)
     if packing == "auto":
         packing = packs_by_itself(survey, lengths[len(lengths) // 2], max_length)
     if survey.documents and (packing or survey.format.startswith("text")):
@@ -343,6 +350,19 @@ def guess_workload(
         longest_tokens=max(int(max(cut)), 1),
         trained_share=trained,
     )
+
+
+def _measured_lengths(survey: Survey, measured: Sequence[int]) -> list[float]:
+    """The measured lengths in order. Of rows that were not measured only the longest counts, reckoned from its bytes:
+    memory is needed for the longest."""
+    if not measured:
+        return []
+    lengths = sorted(float(length) for length in measured)
+    if len(lengths) < survey.rows:
+        longest = survey.row_bytes[-1] * sum(lengths) / max(survey.text_bytes / survey.rows * len(lengths), 1)
+        # One row in the place of the sample's longest moves the mean little where there are many.
+        lengths[-1] = max(lengths[-1], longest) if len(lengths) >= 100 else lengths[-1]
+    return lengths
 
 
 def bad_row_list(found: Survey) -> list[dict[str, Any]]:
