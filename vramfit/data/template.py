@@ -50,7 +50,10 @@ def default_template(tokenizer: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Abilities:
-    """What a template renders. `call_style`: arguments as an object, as JSON text, or not at all (None)."""
+    """What a template renders. `call_style`: arguments as an object, as JSON text, or not at all (None).
+
+    `end_of_turn` ends every answer; `ending` is all that follows the last one, and begins with `end_of_turn`.
+    """
 
     system: bool
     late_system: bool
@@ -61,6 +64,7 @@ class Abilities:
     assistant_first: bool
     generation_prompt: bool
     end_of_turn: str
+    ending: str
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,8 @@ class Template:
 
     def __init__(self, tokenizer: Any) -> None:
         self._renderer = Renderer(tokenizer)
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._marks = {str(token) for token in (*tokenizer.all_special_tokens, *added.values())} - {""}
         self.changes: Counter[str] = Counter()
         self.can = self._probe()
 
@@ -158,6 +164,7 @@ class Template:
                 "The model's chat template leaves the text of a turn out",
                 "Mend chat_template.jinja in the model's folder, or remove it to use ChatML.",
             )
+        ending = text[text.rindex(_ANSWERED) + len(_ANSWERED) :]
         ordered = {"role": "system", "content": _ORDERED}
         found = {"role": "tool", "content": _FOUND, "name": "probecall", "tool_call_id": "000000001"}
         return Abilities(
@@ -171,8 +178,22 @@ class Template:
                 "PROBEFIRST", [{"role": "assistant", "content": "PROBEFIRST"}, asked, answered]
             ),
             generation_prompt=self._asks(asked),
-            end_of_turn=text[text.rindex(_ANSWERED) + len(_ANSWERED) :].strip(),
+            end_of_turn=self._end_of_turn(asked, answered, ending),
+            ending=ending,
         )
+
+    def _end_of_turn(self, asked: Message, answered: Message, ending: str) -> str:
+        """What follows every answer: some templates write more after the last one, such as an end of the whole."""
+        try:
+            text = self._text([asked, answered, asked, {**answered, "content": "PROBESECOND"}])
+        except TemplateRefusal:
+            return ending.strip()
+        behind = text.partition(_ANSWERED)[2]
+        shared = ending[: _shared_start(ending, behind)]
+        if shared != ending:  # they part inside a mark: back to where a mark or a line ends
+            ends = [shared.rindex(mark) + len(mark) for mark in self._marks if mark in shared]
+            shared = shared[: max(ends, default=len(shared.rpartition("\n")[0]))]
+        return shared.strip()
 
     def _shows(self, word: str, messages: list[Message], tools: list[Any] | None = None) -> bool:
         try:
@@ -276,6 +297,8 @@ class Template:
             end = changed[1] if end is None else end
             mark = text.find(self.can.end_of_turn, changed[1]) if self.can.end_of_turn else -1
             end = max(end, changed[1]) if mark < 0 else mark + len(self.can.end_of_turn)
+        if index == len(messages) - 1 and text.endswith(self.can.ending):
+            end = len(text) - len(self.can.ending.lstrip()) + len(self.can.end_of_turn)
         # What follows the mark, mostly a line end, is the template's and not the model's to write.
         trimmed = text[start:end].rstrip()
         if self.can.end_of_turn and trimmed.endswith(self.can.end_of_turn):

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from vramfit.config import DataChoice
+from vramfit.data.conversations import Encoder, Example
 from vramfit.data.prepare import prepare
 from vramfit.data.read import ReadOptions, guess_workload, open_sources, survey
-from vramfit.data.rows import Row, rows_of
+from vramfit.data.rows import Row, plain, rows_of
+from vramfit.data.shapes import Conversation, Turn
 
 SETS = {
     "alpaca_en_demo.json": ("json", "alpaca", 999),
@@ -21,6 +23,8 @@ SETS = {
     "v1_sft_demo.jsonl": ("jsonl", "messages", 500),
     "wiki_demo.txt": ("text", "text", 30),
 }
+
+TRIED_ROWS = 60  # of each set in each family, evenly spread; trying all takes a minute
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +88,101 @@ def test_the_mask_covers_exactly_the_answers(reference_data: Path, smollm2: Any,
             assert one.endswith("<|im_end|>")
             said = one.removesuffix("<|im_end|>")
             assert said == other or json.loads(said) == json.loads(other)  # calls are written anew as JSON
+
+
+FAMILIES = {  # the templates in families/, written after each family's documentation: what ends a turn, and all marks
+    "llama3": "<|eot_id|> <|start_header_id|> <|end_header_id|> <|begin_of_text|>",
+    "qwen25": "<|im_end|> <|im_start|>",
+    "mistral": "</s> <s> [INST] [/INST]",
+    "gemma": "<end_of_turn> <start_of_turn> <bos>",
+    "phi3": "<|end|> <|system|> <|user|> <|assistant|>",
+    "zephyr": "</s> <|system|> <|user|> <|assistant|>",
+}
+
+
+@pytest.fixture(scope="module")
+def family_encoder(smollm2_folder: Path) -> Any:
+    """An Encoder with a family's template and its marks as tokens, all else SmolLM2's tokenizer; and the end mark."""
+    from transformers import AutoTokenizer
+
+    def make(family: str) -> tuple[Encoder, str]:
+        tokenizer = AutoTokenizer.from_pretrained(smollm2_folder)
+        marks = FAMILIES[family].split()
+        tokenizer.add_tokens(marks, special_tokens=True)
+        tokenizer.eos_token = marks[0]
+        template = Path(__file__).parent / "families" / f"{family}.jinja"
+        tokenizer.chat_template = template.read_text(encoding="utf-8")
+        return Encoder(tokenizer), marks[0]
+
+    return make
+
+
+def is_said(found: str, answer: str) -> bool:
+    """Whether a learned run is this answer: as it is, behind a space of the template, trimmed, or a call as JSON."""
+    if found in (answer, " " + answer, answer.strip()):
+        return True
+    call = found.strip().removeprefix("<tool_call>").removesuffix("</tool_call>")
+    try:
+        return bool(json.loads(call) == json.loads(answer))
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize("name", [name for name in SETS if name != "wiki_demo.txt"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_mask_covers_exactly_the_answers_in_every_family(
+    reference_data: Path, family_encoder: Any, family: str, name: str
+) -> None:
+    encoder, end = family_encoder(family)
+    [source] = open_sources([reference_data / "datasets" / name], ReadOptions())
+    rows = [item for item in rows_of(source.path, source.layout) if isinstance(item, Row)]
+    rows = rows[:: max(len(rows) // TRIED_ROWS, 1)]
+    contents = [(number, source.shape.convert(row)) for number, row in enumerate(rows)]
+    for row, example in zip(rows, encoder.encode(contents), strict=True):
+        assert isinstance(example, Example), (row.line, example)
+        expected = answers(plain(row.values))
+        found = learned_parts(encoder.tokenizer, example)
+        assert len(found) == len(expected), (row.line, found)
+        for one, answer in zip(found, expected, strict=True):
+            assert one.endswith(end)
+            assert one.count(end) == 1
+            assert is_said(one.removesuffix(end), answer), (row.line, one, answer)
+
+
+@pytest.mark.parametrize("family", ["gemma", "mistral"])
+def test_what_a_strict_family_refuses_is_rewritten_and_told(
+    reference_data: Path, family_encoder: Any, family: str
+) -> None:
+    encoder, _ = family_encoder(family)
+    [source] = open_sources([reference_data / "datasets" / "glaive_toolcall_en_demo.json"], ReadOptions())
+    rows = [item for item in rows_of(source.path, source.layout) if isinstance(item, Row)][:20]
+    contents = [source.shape.convert(row) for row in rows]
+    examples = encoder.encode(list(enumerate(contents)))
+    with_tools = [number for number, content in enumerate(contents) if getattr(content, "tools", ())]
+    told = " ".join(encoder.notes())
+    assert f"In {len(with_tools)} rows the list of tools was written into the system turn" in told
+    assert f"In {len(with_tools)} rows system turns were put at the head of a user turn" in told
+    first = encoder.tokenizer.decode(examples[with_tools[0]].input_ids.tolist())
+    asked = contents[with_tools[0]].turns[0].text
+    assert "You may call these tools:\n" in first
+    assert first.index("You may call these tools:") < first.index(asked[:40])
+
+
+@pytest.mark.parametrize(("family", "joined"), [
+    ("llama3", False), ("qwen25", False), ("mistral", True), ("gemma", True), ("phi3", False), ("zephyr", False),
+])  # fmt: skip
+def test_turns_of_one_role_are_joined_only_where_the_family_wants_them_to_alternate(
+    family_encoder: Any, family: str, joined: bool
+) -> None:
+    encoder, end = family_encoder(family)
+    talk = Conversation(
+        (Turn("user", "one"), Turn("user", "two"), Turn("assistant", "three"), Turn("assistant", "four"))
+    )
+    [example] = encoder.encode([(0, talk)])
+    found = [part.strip() for part in learned_parts(encoder.tokenizer, example)]
+    assert found == ([f"three\n\nfour{end}"] if joined else [f"three{end}", f"four{end}"])
+    assert any("were joined" in note for note in encoder.notes()) == joined
+    assert ("one\n\ntwo" in encoder.tokenizer.decode(example.input_ids.tolist())) == joined
 
 
 @pytest.mark.parametrize("name", ["alpaca_en_demo.json", "glaive_toolcall_en_demo.json", "wiki_demo.txt"])

@@ -49,6 +49,11 @@ PLAIN = (  # Vicuna: words instead of marks
     "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
 
+CLOSED = (  # Phi-3: an end mark per turn, and the end token behind the whole conversation
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ '<|endoftext|>' }}{% endif %}"
+)
+
 TALK = (Turn("user", "q one"), Turn("assistant", "a one"), Turn("user", "q two"), Turn("assistant", "a two"))
 Make = Callable[..., Any]
 
@@ -68,6 +73,7 @@ def parts(tokenizer: Any, *turns: Turn, tools: tuple[dict[str, Any], ...] = (), 
         (TURNS, ["a one<end_of_turn>", "a two<end_of_turn>"]),
         (THINKING, ["a one<|im_end|>", "<think>\n\n</think>\n\na two<|im_end|>"]),
         (PLAIN, [" a one</s>", " a two</s>"]),
+        (CLOSED, ["a one<|end|>", "a two<|end|>"]),
     ],
 )
 def test_answers_are_found_in_every_family(make_tokenizer: Make, template: str | None, answers: list[str]) -> None:
@@ -76,7 +82,7 @@ def test_answers_are_found_in_every_family(make_tokenizer: Make, template: str |
     assert parts(tokenizer, *TALK, last=True) == answers[1:]
 
 
-@pytest.mark.parametrize("template", [None, HEADER, INSTRUCT, TURNS, THINKING, PLAIN])
+@pytest.mark.parametrize("template", [None, HEADER, INSTRUCT, TURNS, THINKING, PLAIN, CLOSED])
 def test_an_answer_that_repeats_its_question_is_found_in_its_place(make_tokenizer: Make, template: str | None) -> None:
     tokenizer = make_tokenizer(template=template) if template else make_tokenizer()
     same = (Turn("user", "yes"), Turn("assistant", "yes"), Turn("user", "yes"), Turn("assistant", "yes"))
