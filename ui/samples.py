@@ -138,7 +138,9 @@ class Samples:
         return asked.found
 
     def _key(self, config: RunConfig) -> object:
-        deciding = config.data.model_dump_json(include={"paths", "columns", "encoding", "bad_rows", "trained_on"})
+        deciding = config.data.model_dump_json(
+            include={"paths", "columns", "encoding", "bad_rows", "documents", "trained_on"}
+        )
         versions = tuple(self._version(path) for path in (*config.data.paths, config.model.source))
         return deciding, config.model.source, config.model.revision, versions
 

@@ -53,12 +53,18 @@ class ModelChoice(Part):
 
 
 class DataChoice(Part):
-    """What it is trained on. `paths` are files, folders, or the starter's "starter:stories" / "starter:questions"."""
+    """What it is trained on. `paths` are files, folders, or the starter's "starter:stories" / "starter:questions".
+
+    `most_bad_rows` is how many unreadable rows may be left out (None: any number), where `bad_rows` says so.
+    `documents` is where text files are split: "auto", "whole", "blank lines", "lines", or any other text: the mark.
+    """
 
     paths: Annotated[tuple[str, ...], Field(min_length=1)] = (STARTER_STORIES,)
     columns: dict[str, str] = Field(default_factory=dict)
     encoding: str = "auto"
     bad_rows: Literal["stop", "skip"] = "stop"
+    most_bad_rows: Annotated[int, Field(ge=0, le=1_000_000_000)] | None = None
+    documents: Annotated[str, Field(max_length=200, pattern=r"^[^\r\n]*[^\r\n\s][^\r\n]*$")] = "auto"
     max_length: Annotated[int, Field(ge=8, le=1_048_576)] | Auto = "auto"
     too_long: Literal["cut", "drop", "split"] = "cut"
     packing: bool | Auto = "auto"

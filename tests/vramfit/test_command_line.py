@@ -148,6 +148,19 @@ def test_data_stops_at_a_bad_row_where_that_is_asked_for(tmp_path: Path, capsys:
     file.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "b",}\n', encoding="utf-8")
     assert answer(capsys, "data", str(file))["bad_row_count"] == 1
     assert "rows.jsonl, line 2" in complaint(capsys, "data", str(file), "--bad-rows", "stop", "--json")
+    assert answer(capsys, "data", str(file), "--most-bad-rows", "1")["bad_row_count"] == 1
+    told = complaint(capsys, "data", str(file), "--most-bad-rows", "0")
+    assert "rows.jsonl, line 2" in told
+    assert "0 may be left out" in told
+
+
+def test_data_splits_text_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "book.txt"
+    file.write_text("one\ntwo ## three\n", encoding="utf-8")
+    assert answer(capsys, "data", str(file))["rows"] == 1
+    assert answer(capsys, "data", str(file), "--documents", "lines")["rows"] == 2
+    texts = [shown["text"] for shown in answer(capsys, "data", str(file), "--documents", "##")["examples"]]
+    assert texts == ["one\ntwo ", " three"]
 
 
 def test_data_takes_columns_of_other_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,8 @@ FIELDS: dict[str, tuple[str, str]] = {
     "data.columns": ("列", "哪一列是什么，每行一个，例如  text: story"),
     "data.encoding": ("文本编码", "auto 自动识别；或写 utf-8、gbk 等。"),
     "data.bad_rows": ("读不懂的行", "遇到就停，或者跳过并报告。"),
+    "data.most_bad_rows": ("最多跳过几行", "最多可以跳过多少读不懂的行。留空：不限。"),
+    "data.documents": ("文档的分界", "文本文件：auto、whole、blank lines、lines，或自己的标记。"),
     "data.max_length": ("序列长度", "每个样本最多的词元数。"),
     "data.too_long": ("过长的样本", "超过序列长度的样本怎么处理。"),
     "data.packing": ("打包", "几个短样本共用一个序列：填充少，速度快。"),

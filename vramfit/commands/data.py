@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from vramfit.config import RunConfig
+from vramfit.data.read import ReadOptions
 from vramfit.data.report import data_report
-from vramfit.errors import ConfigError, DataError, Problem
+from vramfit.data.rows import BadRow
+from vramfit.errors import ConfigError, Problem
 from vramfit.places import cache_folder, default_data_folder, open_data_folder
 
 
@@ -20,6 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-length", default="2048", help="tokens per sequence (default 2048)")
     parser.add_argument("--encoding", default="auto", help="text encoding (default: detected)")
     parser.add_argument("--bad-rows", choices=("stop", "skip"), default="skip", help="what to do with unreadable rows")
+    parser.add_argument("--most-bad-rows", metavar="N", help="refuse the data when more rows than that are unreadable")
+    parser.add_argument(
+        "--documents",
+        default="auto",
+        metavar="WHERE",
+        help='where text files are split: auto, whole, "blank lines", lines, or the mark between documents',
+    )
     parser.add_argument(
         "--column",
         action="append",
@@ -38,6 +47,8 @@ def run(options: argparse.Namespace) -> None:
         "columns": _columns(options.column),
         "encoding": options.encoding,
         "bad_rows": options.bad_rows,
+        "most_bad_rows": options.most_bad_rows,
+        "documents": options.documents,
         "max_length": options.max_length,
         "trained_on": options.trained_on,
     }
@@ -45,8 +56,10 @@ def run(options: argparse.Namespace) -> None:
     config = RunConfig.parse({"data": values, **model})
     chosen = None if options.model is None else config.model
     report = data_report(config.data, model=chosen, cache=cache_folder(open_data_folder(default_data_folder())))
-    if options.bad_rows == "stop" and report["bad_row_count"]:
-        raise _first_bad(report["bad_rows"][0])
+    if report["bad_row_count"]:
+        refused = ReadOptions.of(config.data).refusal(report["bad_row_count"], _first_bad(report))
+        if refused is not None:
+            raise refused
     print(json.dumps(report, ensure_ascii=False, indent=1) if options.json else describe(report))
 
 
@@ -62,9 +75,9 @@ def _columns(assignments: list[str]) -> dict[str, str]:
     return columns
 
 
-def _first_bad(row: dict[str, Any]) -> DataError:
-    remedy = "Correct that row, or leave out --bad-rows stop."
-    return DataError(row["reason"], remedy, path=Path(row["file"]), line=row["line"], column=row["column"])
+def _first_bad(report: dict[str, Any]) -> BadRow:
+    row = report["bad_rows"][0]
+    return BadRow(Path(row["file"]), row["line"], row["column"], row["reason"])
 
 
 def describe(report: dict[str, Any]) -> str:

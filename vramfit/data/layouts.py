@@ -18,16 +18,21 @@ _JSON_OBJECT: Final = re.compile(r"\s*\{\s*(\"|'|\})")
 _DELIMITERS: Final = (",", "\t", ";", "|")
 _LONG_LINE_CHARS: Final = 400
 _CSV_SAMPLE_ROWS: Final = 200
+SPLITS: Final = ("whole", "blank lines", "lines")
+"""Named ways to split a text file; any other word is the mark between its documents."""
 
 
 def layout_of(
     scan: Scan,
     *,
     encoding: str = "auto",
-    split: TextSplit | Literal["auto"] = "auto",
+    split: str = "auto",
     note: Callable[[str], None] = lambda _sentence: None,
 ) -> Layout:
-    """How the scanned file is laid out; sentences a person should know go to `note`. Raises DataError."""
+    """How the scanned file is laid out; sentences a person should know go to `note`. Raises DataError.
+
+    `split` is where a text file is split into documents: "auto", "whole", "blank lines", "lines", or a mark.
+    """
     if scan.parquet:
         return Layout(format="parquet", codec="binary", encoding="binary", note=note)
     found = wished(encoding, scan) if encoding != "auto" else detect(scan)
@@ -41,9 +46,12 @@ def layout_of(
         return Layout(format="jsonl" if _is_lines(head, scan) else "json", **shared)  # type: ignore[arg-type]
     complete = scan.unpacked_bytes <= HEAD_BYTES
     delimiter = _delimiter(head, scan.path.name, complete=complete)
-    if delimiter is not None:
+    # Who says where documents are split says that it is text, unless the file is named a table.
+    if delimiter is not None and (split == "auto" or _is_named_table(scan.path.name)):
         kind: Literal["csv", "tsv"] = "tsv" if delimiter == "\t" else "csv"
         return Layout(format=kind, delimiter=delimiter, **shared)  # type: ignore[arg-type]
+    if split not in SPLITS and split != "auto":
+        return Layout(format="text", split="marks", mark=split, **shared)  # type: ignore[arg-type]
     chosen = _text_split(head) if split == "auto" else split
     return Layout(format="text", split=chosen, **shared)  # type: ignore[arg-type]
 
@@ -85,8 +93,7 @@ def _delimiter(head: str, name: str, *, complete: bool) -> str | None:
     A table has the same number of fields in (nearly) every record and a header of short, different names. The ending
     .csv or .tsv decides only what the content leaves open, such as a table of one column.
     """
-    suffix = name.lower().removesuffix(".gz").rpartition(".")[2]
-    is_named = suffix in ("csv", "tsv", "tab")
+    is_named = _is_named_table(name)
     for delimiter in _DELIMITERS:
         records = _sample_records(head, delimiter, complete=complete)
         if len(records) < 2 or not _is_header(records[0], strict=not is_named):
@@ -95,8 +102,16 @@ def _delimiter(head: str, name: str, *, complete: bool) -> str | None:
         if same >= (0.5 if is_named else 0.95) * len(records):
             return delimiter
     if is_named:
-        return "\t" if suffix != "csv" else ","
+        return "," if _suffix(name) == "csv" else "\t"
     return None
+
+
+def _is_named_table(name: str) -> bool:
+    return _suffix(name) in ("csv", "tsv", "tab")
+
+
+def _suffix(name: str) -> str:
+    return name.lower().removesuffix(".gz").rpartition(".")[2]
 
 
 def _sample_records(head: str, delimiter: str, *, complete: bool) -> list[list[str]]:

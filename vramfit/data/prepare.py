@@ -97,8 +97,8 @@ def prepare(
             return prepared
     progress(0, 0)
     found = survey_sources(sources)
-    if found.bad and choice.bad_rows == "stop":
-        raise found.bad[0].error()
+    if found.bad and (refused := options.refusal(found.bad_rows, found.bad[0])) is not None:
+        raise refused
     work = _Preparation(choice, encoder, max_length, seed, found)
     work.read(sources, progress)
     for source in sources:  # or another content would be kept under this content's hash

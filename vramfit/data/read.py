@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 
 from vramfit.config import DataChoice
 from vramfit.data.layouts import layout_of
-from vramfit.data.rows import BadRow, Layout, Row, TextSplit, rows_of
+from vramfit.data.rows import BadRow, Layout, Row, rows_of
 from vramfit.data.shapes import Conversation, Document, Dropped, Kind, Shape, UnknownColumns, recognise
 from vramfit.data.sources import Scan, find_files, scan
 from vramfit.errors import DataError
@@ -34,17 +34,39 @@ TURN_TOKENS: Final = 5.0  # what a chat template puts around one turn
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """How to read. `columns` maps parts ("instruction") to column names; `documents` is where text files are split."""
+    """How to read, as in DataChoice: `columns` maps parts ("instruction") to column names; `documents` is where text
+    files are split; `most_bad_rows` is how many unreadable rows may be left out (None: any number)."""
 
     encoding: str = "auto"
     bad_rows: Literal["stop", "skip"] = "stop"
     columns: Mapping[str, str] = field(default_factory=dict)
-    documents: TextSplit | Literal["auto"] = "auto"
+    most_bad_rows: int | None = None
+    documents: str = "auto"
 
     @classmethod
     def of(cls, choice: DataChoice) -> ReadOptions:
         """The reading part of a DataChoice."""
-        return cls(encoding=choice.encoding, bad_rows=choice.bad_rows, columns=choice.columns)
+        return cls(
+            encoding=choice.encoding,
+            bad_rows=choice.bad_rows,
+            columns=choice.columns,
+            most_bad_rows=choice.most_bad_rows,
+            documents=choice.documents,
+        )
+
+    def refusal(self, bad: int, first: BadRow) -> DataError | None:
+        """What to raise when `bad` rows of a data set cannot be read, `first` the first of them; None to go on."""
+        if self.bad_rows == "stop":
+            return first.error()
+        if self.most_bad_rows is None or bad <= self.most_bad_rows:
+            return None
+        return DataError(
+            f"{bad:,} rows cannot be read, and {self.most_bad_rows:,} may be left out; the first: {first.reason}",
+            "Correct the rows, or allow more of them to be left out.",
+            path=first.path,
+            line=first.line,
+            column=first.column,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,12 +177,16 @@ def read_rows(paths: Iterable[str | Path], options: ReadOptions | None = None) -
     Skipped rows are not lost to sight: `survey` counts and lists them.
     """
     options = options or ReadOptions()
+    first: BadRow | None = None
+    bad = 0
     for source in open_sources(paths, options):
         for item in rows_of(source.path, source.layout):
             if isinstance(item, Row):
                 yield item
-            elif options.bad_rows == "stop":
-                raise item.error()
+                continue
+            first, bad = first or item, bad + 1
+            if (refused := options.refusal(bad, first)) is not None:
+                raise refused
 
 
 def content_hash(sources: Iterable[Source]) -> str:
@@ -215,19 +241,36 @@ class _Tally:
         self._add_content(content)
 
     def _add_content(self, content: Conversation | Document) -> None:
+        # This runs for every row of gigabytes: one loop over the turns, and no text is encoded that is ASCII.
         self.rows += 1
         if isinstance(content, Document):
-            size = trained = len(content.text.encode("utf-8", "replace"))
+            size = trained = _bytes_of(content.text)
+            what: object = content.text
         else:
-            sizes = [len(turn.text.encode("utf-8", "replace")) + len(str(turn.calls or "")) for turn in content.turns]
-            size = sum(sizes) + len(str(content.tools or ""))
-            trained = sum(part for part, turn in zip(sizes, content.turns, strict=True) if turn.role == "assistant")
-            self.turns += len(sizes)
-            self.roles.update(turn.role for turn in content.turns)
+            size = trained = 0
+            whole: list[object] = []
+            for turn in content.turns:
+                text, role = turn.text, turn.role
+                part = len(text) if text.isascii() else _bytes_of(text)
+                whole += (role, text)
+                if turn.calls:
+                    calls = str(turn.calls)
+                    part += len(calls)
+                    whole.append((calls,))
+                size += part
+                if role == "assistant":
+                    trained += part
+                self.roles[role] += 1
+            if content.tools:
+                tools = str(content.tools)
+                size += len(tools)
+                whole.append((None, tools))
+            self.turns += len(content.turns)
+            what = tuple(whole)
         self.text_bytes += size
         self.trained_bytes += trained
         if len(self.hashes) < MAX_HASHED_ROWS:
-            self.hashes.append(_hash(content))
+            self.hashes.append(hash(what))
             self.sizes.append(size)
 
     def survey(self, sources: list[Source], notes: list[str]) -> Survey:
@@ -286,10 +329,8 @@ def _joined(names: Iterable[str]) -> str:
     return " + ".join(dict.fromkeys(names))
 
 
-def _hash(content: Conversation | Document) -> int:
-    if isinstance(content, Document):
-        return hash(content.text)
-    return hash((tuple((turn.role, turn.text, str(turn.calls)) for turn in content.turns), str(content.tools)))
+def _bytes_of(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
 
 
 def _count_duplicates(hashes: array[int]) -> int:

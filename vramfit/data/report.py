@@ -144,7 +144,7 @@ def report_json(
     from vramfit.data.prepare import prepare
 
     # The whole data set is looked at: nothing is held out, nothing stops at a bad row.
-    lenient = choice.model_copy(update={"bad_rows": "skip", "eval_share": 0.0})
+    lenient = choice.model_copy(update={"bad_rows": "skip", "most_bad_rows": None, "eval_share": 0.0})
     prepared = prepare(
         lenient, tokenizer=tokenizer, max_length=max_length or DEFAULT_MAX_LENGTH, seed=seed, cache=cache
     )

@@ -72,6 +72,7 @@ class Layout:
     encoding: str = "utf-8"
     delimiter: str = ","
     split: TextSplit = "whole"
+    mark: str = DOCUMENT_MARK
     note: Callable[[str], None] = lambda _sentence: None
 
 
@@ -561,14 +562,15 @@ def _as_text(value: Any) -> Any:
 
 def _text_rows(path: Path, stream: IO[str], layout: Layout) -> Iterator[Row | BadRow]:
     """Documents of a plain text file as rows with the one column "text". Line ends become \\n."""
-    start, pieces, size = 0, list[str](), 0
+    start, pieces, size, marked = 0, list[str](), 0, False
     lines = _Lines(stream)
     for line in lines:
         problem = _line_problem(line, layout)
         if problem:
             yield BadRow(path, lines.number, problem[1], problem[0])
             continue
-        for piece, ended in _pieces(line, layout.split):
+        marked = marked or layout.mark in line
+        for piece, ended in _pieces(line, layout):
             if pieces or piece.strip():  # blank lines before a document are not part of it
                 start = start if pieces else lines.number
                 pieces.append(piece)
@@ -578,6 +580,8 @@ def _text_rows(path: Path, stream: IO[str], layout: Layout) -> Iterator[Row | Ba
                 yield from _document(path, start, pieces)
                 pieces, size = [], 0
     yield from _document(path, start, pieces)
+    if layout.split == "marks" and not marked:
+        layout.note(f"The mark {_short(layout.mark)} is nowhere in {path.name}, so it is one document.")
 
 
 def _check_document_size(path: Path, start: int, size: int) -> None:
@@ -590,11 +594,12 @@ def _check_document_size(path: Path, start: int, size: int) -> None:
         )
 
 
-def _pieces(line: str, split: TextSplit) -> list[tuple[str, bool]]:
+def _pieces(line: str, layout: Layout) -> list[tuple[str, bool]]:
     """The line as pieces of documents, each with whether a document ends after it."""
     line = line.rstrip("\r\n") + "\n" if line.endswith(("\n", "\r")) else line
-    if split == "marks" and DOCUMENT_MARK in line:
-        *ends, rest = line.split(DOCUMENT_MARK)
+    split = layout.split
+    if split == "marks" and layout.mark in line:
+        *ends, rest = line.split(layout.mark)
         return [(piece, True) for piece in ends] + [(rest, False)]
     return [(line, split == "lines" or (split == "blank lines" and not line.strip()))]
 

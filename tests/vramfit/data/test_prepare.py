@@ -167,6 +167,9 @@ def test_bad_rows_stop_or_are_skipped_and_counted(run: Any, tmp_path: Path) -> N
     assert "skip" in caught.value.remedy
     data = run(path, bad_rows="skip")
     assert (len(data.train), data.report.bad_rows, data.survey.bad[0].line) == (2, 1, 2)
+    assert len(run(path, bad_rows="skip", most_bad_rows=1).train) == 2
+    with pytest.raises(DataError, match="1 rows cannot be read, and 0 may be left out"):
+        run(path, bad_rows="skip", most_bad_rows=0)
 
 
 def test_case_034_a_third_of_the_rows_lost_is_told_by_reason(run: Any, write_rows: Write) -> None:

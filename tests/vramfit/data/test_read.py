@@ -159,3 +159,54 @@ def test_many_keys_are_refused(tmp_path: Path) -> None:
     found = survey([path])
     assert (found.rows, found.bad_rows) == (1, 1)
     assert "100,000 keys" in found.bad[0].reason
+
+
+@pytest.mark.parametrize(
+    ("documents", "texts"),
+    [
+        ("auto", ["one\ntwo", "three ## four", "five"]),
+        ("whole", ["one\ntwo\n\nthree ## four\n\nfive"]),
+        ("blank lines", ["one\ntwo", "three ## four", "five"]),
+        ("lines", ["one", "two", "three ## four", "five"]),
+        ("##", ["one\ntwo\n\nthree ", " four\n\nfive"]),
+    ],
+)
+def test_the_user_says_where_documents_end(tmp_path: Path, documents: str, texts: list[str]) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text("one\ntwo\n\nthree ## four\n\nfive\n", encoding="utf-8")
+    options = ReadOptions.of(DataChoice(documents=documents))
+    assert [row.values["text"] for row in read_rows([path], options)] == texts
+    assert survey([path], options).rows == len(texts)
+
+
+def test_a_mark_that_is_nowhere_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text("one\n\ntwo\n", encoding="utf-8")
+    found = survey([path], ReadOptions(documents="###"))
+    assert found.rows == 1
+    assert "The mark '###' is nowhere in book.txt, so it is one document." in found.warnings
+
+
+def test_text_that_looks_like_a_table_is_text_where_its_split_is_said(tmp_path: Path) -> None:
+    for name, kind in (("notes.txt", "text"), ("notes.csv", "csv")):
+        path = tmp_path / name
+        path.write_text("question,answer\nhello,world\n", encoding="utf-8")
+        assert survey([path]).format == "csv"
+        [source] = open_sources([path], ReadOptions(documents="lines"))
+        assert source.layout.format == kind
+
+
+@pytest.mark.parametrize("mark", ["", "  ", "a\nb"])
+def test_a_mark_is_part_of_one_line(mark: str) -> None:
+    with pytest.raises(ValueError, match="documents"):
+        DataChoice(documents=mark)
+
+
+def test_so_many_unreadable_rows_and_no_more_are_left_out(write_rows: Write) -> None:
+    path = write_rows([PAIR, PAIR])
+    path.write_text(path.read_text(encoding="utf-8") + "{bad\n{worse\n", encoding="utf-8")
+    for most in (2, None):
+        assert len(list(read_rows([path], ReadOptions(bad_rows="skip", most_bad_rows=most)))) == 2
+    with pytest.raises(DataError, match="2 rows cannot be read, and 1 may be left out") as caught:
+        list(read_rows([path], ReadOptions(bad_rows="skip", most_bad_rows=1)))
+    assert (caught.value.line, caught.value.path) == (3, path)
