@@ -310,16 +310,24 @@ def _turn(item: Any) -> Turn:
     if name.strip().lower() in CALL_ROLES:
         written = _written_calls(text)
         text, calls = ("", written) if written else (text, ())
-    return Turn(role, text, calls, _is_trained(item))
+    return Turn(role, text, calls, role != "assistant" or _is_trained(item))
 
 
 def _is_trained(item: dict[str, Any]) -> bool:
+    """Whether an answer is learned. A weight that is neither 0 nor 1 would be lost, so it is a verdict on the row."""
     for key in ("loss_weight", "weight", "train", "trainable"):
         value = item.get(key)
         if isinstance(value, bool):
             return value
-        if isinstance(value, NumberText):
-            return float(value) > 0
+        if value is None:
+            continue
+        try:
+            weight = float(value)
+        except (TypeError, ValueError):
+            raise _Verdict(f"the {key!r} of a turn is no number") from None
+        if weight not in (0.0, 1.0):
+            raise _Verdict(f"the {key!r} of an answer is neither 0 nor 1, and other weights are not supported")
+        return weight == 1.0
     return True
 
 

@@ -221,12 +221,21 @@ def test_conversations_without_answers_are_verdicts() -> None:
 
 @pytest.mark.parametrize(
     ("weight", "trained"), [({}, True), ({"weight": 0}, False), ({"weight": 1}, True), ({"loss_weight": 0.0}, False),
-                            ({"train": False}, False), ({"weight": 0.5}, True)],
+                            ({"train": False}, False), ({"weight": None}, True)],
 )  # fmt: skip
 def test_weights_of_messages(weight: dict[str, Any], trained: bool) -> None:
     found = convert({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **weight}]})
     assert isinstance(found, Conversation)
     assert found.turns[1].trained is trained
+
+
+@pytest.mark.parametrize("weight", [{"weight": 0.5}, {"loss_weight": -1}, {"weight": 2}, {"weight": "much"}])
+def test_a_weight_that_would_be_lost_is_a_reason_to_drop_the_row(weight: dict[str, Any]) -> None:
+    found = convert({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **weight}]})
+    assert isinstance(found, Dropped)
+    assert repr(next(iter(weight))) in found.reason
+    asked = convert({"messages": [{"role": "user", "content": "q", **weight}, {"role": "assistant", "content": "a"}]})
+    assert isinstance(asked, Conversation)  # questions are not learned, whatever they weigh
 
 
 def test_joined_turns_keep_all_text_and_never_learn_what_has_no_weight() -> None:
