@@ -21,9 +21,18 @@ from vramfit.config import STARTER_QUESTIONS, STARTER_STORIES, DataChoice
 from vramfit.data import cache as disk
 from vramfit.data.conversations import Encoder, Example
 from vramfit.data.packing import pack
-from vramfit.data.read import ReadOptions, Source, Survey, content_hash, open_sources, packs_by_itself, survey_sources
+from vramfit.data.read import (
+    ReadOptions,
+    Source,
+    Survey,
+    content_hash,
+    open_sources,
+    packs_by_itself,
+    source_rows,
+    survey_sources,
+)
 from vramfit.data.report import LengthSummary, Report, survey_from_json, survey_to_json
-from vramfit.data.rows import Row, rows_of
+from vramfit.data.rows import Row
 from vramfit.data.shapes import Conversation, Document, Dropped
 from vramfit.data.sources import check_unchanged
 from vramfit.errors import DataError
@@ -188,7 +197,7 @@ class _Preparation:
         done = 0
         progress(0, total)
         for source in sources:
-            rows = (item for item in rows_of(source.path, source.layout) if isinstance(item, Row))
+            rows = (item for item in source_rows(source) if isinstance(item, Row))
             while batch := list(islice(rows, BATCH_ROWS)):
                 self._encode(batch, source, done)
                 done += len(batch)

@@ -19,6 +19,7 @@ from vramfit.data.layouts import layout_of
 from vramfit.data.rows import BadRow, Layout, Row, rows_of
 from vramfit.data.shapes import Conversation, Document, Dropped, Kind, Shape, UnknownColumns, recognise
 from vramfit.data.sources import Scan, find_files, scan
+from vramfit.data.threads import THREAD_SHAPE, Threads, find_threads
 from vramfit.errors import DataError
 from vramfit.places import is_folder
 from vramfit.planning.plan import Workload
@@ -78,6 +79,7 @@ class Source:
     layout: Layout
     shape: Shape
     notes: tuple[str, ...]
+    threads: Threads | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,15 +153,28 @@ def _open_source(path: Path, options: ReadOptions) -> Source:
     if not sample:
         sample = list(islice((item for item in items if isinstance(item, Row)), 1))
     if not sample:
-        _refuse_without_rows(path, layout)
-    return Source(path=path, scan=scanned, layout=layout, shape=recognise(sample, options.columns), notes=tuple(notes))
+        _refuse_without_rows(path, next(iter(rows_of(path, layout)), None))
+    # Who maps columns reads each row by itself.
+    threads = None if options.columns else find_threads(sample)
+    if threads is not None:
+        notes.append(
+            f"Rows of {path.name} were joined to conversations by the column {threads.parent!r}; "
+            "map the columns to read each row by itself."
+        )
+    shape = recognise(sample, options.columns) if threads is None else THREAD_SHAPE
+    return Source(path=path, scan=scanned, layout=layout, shape=shape, notes=tuple(notes), threads=threads)
+
+
+def source_rows(source: Source, layout: Layout | None = None) -> Iterator[Row | BadRow]:
+    """Every row of a source, good and bad, as its shape takes them: whole conversations where rows name parents."""
+    rows = rows_of(source.path, layout or source.layout)
+    return rows if source.threads is None else source.threads.conversations(rows)
 
 
 _TEXT_SHAPE: Final = Shape(kind="text", columns={"text": "text"})
 
 
-def _refuse_without_rows(path: Path, layout: Layout) -> None:
-    first = next(iter(rows_of(path, layout)), None)
+def _refuse_without_rows(path: Path, first: Row | BadRow | None) -> None:
     if isinstance(first, BadRow):
         raise DataError(
             f"No row can be read; the first: {first.reason}",
@@ -180,7 +195,7 @@ def read_rows(paths: Iterable[str | Path], options: ReadOptions | None = None) -
     first: BadRow | None = None
     bad = 0
     for source in open_sources(paths, options):
-        for item in rows_of(source.path, source.layout):
+        for item in source_rows(source):
             if isinstance(item, Row):
                 yield item
                 continue
@@ -206,7 +221,7 @@ def survey_sources(sources: list[Source]) -> Survey:
     late_notes: list[str] = []
     for source in sources:
         layout = Layout(**{**source.layout.__dict__, "note": late_notes.append})
-        for item in rows_of(source.path, layout):
+        for item in source_rows(source, layout):
             tally.add(item, source.shape)
     notes = [note for source in sources for note in source.notes] + late_notes
     return tally.survey(sources, notes)
@@ -322,7 +337,7 @@ class _Tally:
                 path=path,
                 line=line,
             )
-        _refuse_without_rows(path, sources[0].layout)
+        _refuse_without_rows(path, self.bad[0] if self.bad else None)
 
 
 def _joined(names: Iterable[str]) -> str:

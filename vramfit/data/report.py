@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vramfit.config import DataChoice, ModelChoice
-from vramfit.data.read import ReadOptions, Survey, bad_row_list, open_sources, survey
-from vramfit.data.rows import BadRow, Row, rows_of
+from vramfit.data.read import ReadOptions, Survey, bad_row_list, open_sources, source_rows, survey
+from vramfit.data.rows import BadRow, Row
 from vramfit.data.shapes import Document, Dropped
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def _text_examples(paths: Sequence[Path], options: ReadOptions) -> list[dict[str
     """The first usable rows as text, before any template."""
     source = open_sources(paths, options)[0]
     shown: list[dict[str, Any]] = []
-    for item in rows_of(source.path, source.layout):
+    for item in source_rows(source):
         content = source.shape.convert(item) if isinstance(item, Row) else Dropped("")
         if isinstance(content, Dropped):
             continue

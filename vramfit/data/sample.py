@@ -21,8 +21,8 @@ import numpy as np
 from vramfit.config import DataChoice, RunConfig
 from vramfit.data.conversations import Encoder, Example
 from vramfit.data.prepare import data_paths
-from vramfit.data.read import ReadOptions, open_sources
-from vramfit.data.rows import Row, rows_of
+from vramfit.data.read import ReadOptions, open_sources, source_rows
+from vramfit.data.rows import Row
 from vramfit.data.shapes import Conversation, Document, Dropped
 from vramfit.errors import VramfitError
 
@@ -84,7 +84,7 @@ def sample_rows(
 
 def _usable(source: Any) -> Iterator[tuple[int, Content]]:
     """Line and content of every row that can be read and used."""
-    for item in rows_of(source.path, source.layout):
+    for item in source_rows(source):
         if isinstance(item, Row):
             content = source.shape.convert(item)
             if not isinstance(content, Dropped):
