@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -298,3 +299,43 @@ def test_missing_and_empty_data_are_refused(run: Any, tmp_path: Path, write_rows
         empty.write_text(text, encoding="utf-8")
         with pytest.raises(DataError, match=words):
             run(empty)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_case_144_preparing_works_in_spawned_processes(
+    run: Any, write_rows: Write, tokenizer: Any, tmp_path: Path, method: str
+) -> None:
+    if method not in multiprocessing.get_all_start_methods():
+        pytest.skip(f"this system has no {method}")
+    path = write_rows(talks(30))
+    choice = DataChoice(paths=(str(path),), eval_share=0.0)
+    settings = [
+        {"tokenizer": tokenizer, "max_length": 64, "seed": 1, "cache": tmp_path / f"cache {number}"}
+        for number in (1, 2)
+    ]
+    with multiprocessing.get_context(method).Pool(2) as pool:
+        waiting = [pool.apply_async(prepare, (choice,), values) for values in settings]
+        found = [one.get(timeout=120) for one in waiting]
+    assert {data.fingerprint for data in found} == {run(path).fingerprint}
+
+
+def test_case_110_a_streamed_file_has_a_length_before_the_first_step(run: Any, tmp_path: Path) -> None:
+    import gzip
+
+    from vramfit.data.batches import StepOrder
+
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in talks(23)).encode()))
+    data = run(path)
+    assert (data.workload.sequences, data.workload.exact) == (23, True)
+    order = StepOrder([len(example) for example in data.train], sequences_per_step=5, seed=1, epochs=3)
+    assert order.total_steps == 3 * 5
+
+
+def test_case_014_the_content_and_not_the_name_says_json_or_jsonl(run: Any, tmp_path: Path) -> None:
+    lines, array = tmp_path / "export.json", tmp_path / "export.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in talks(5)), encoding="utf-8")
+    array.write_text(json.dumps(talks(5)), encoding="utf-8")
+    found = [run(path) for path in (lines, array)]
+    assert [data.survey.format for data in found] == ["jsonl", "json"]
+    assert found[0].fingerprint == found[1].fingerprint
