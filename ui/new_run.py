@@ -265,14 +265,14 @@ class NewRun:
             survey = self.previewer.survey(config)
         except VramfitError:
             return {self.data_card: ""}  # the estimate says it, at the field
-        if survey is None:
-            return {self.data_card: self._reading()}
         limit, sample, trouble = None, None, ""
         try:
             limit = self.previewer.limit(config)
-            sample = self.previewer.samples.ask(config)
+            sample = self.previewer.samples.ask(config)  # begins beside the survey, on another core
         except VramfitError as error:
             trouble = str(Problem(field="", what=error.what, remedy=error.remedy))
+        if survey is None:
+            return {self.data_card: self._reading()}
         ask_again = next(self._number) if sample is None and not trouble else None
         card = data_card(
             survey,

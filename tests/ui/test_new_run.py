@@ -231,3 +231,27 @@ def test_an_upload_that_cannot_be_kept_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "kept").touch()
     with pytest.raises(UserError, match=r"mine\.txt cannot be kept"):
         keep_upload(tmp_path / "mine.txt", tmp_path / "kept")
+
+
+def test_the_data_card_is_hidden_for_wrong_data_and_asks_while_it_reads(page: NewRun, tmp_path: Path) -> None:
+    wrong = _values(page, data=OWN_FILES, data__paths=str(tmp_path / "none.jsonl"))
+    assert page.on_data(wrong)[page.data_card] == ""
+    asked: list[RunConfig] = []
+    page.previewer.samples.ask = lambda config: asked.append(config)
+    page.previewer.survey = lambda config: None
+    assert "data-again" in page.on_data(_values(page))[page.data_card]
+    assert len(asked) == 1  # beside the survey, not after it
+
+
+def test_the_data_card_says_why_no_tokens_are_counted(page: NewRun, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"text": "one <b>two</b>"}\n' * 20, encoding="utf-8")
+
+    def refuse(config: RunConfig) -> None:
+        raise UserError("There is no <tokenizer>", "Find one.")
+
+    page.previewer.samples.ask = refuse
+    card = page.on_data(_values(page, data=OWN_FILES, data__paths=str(file)))[page.data_card]
+    assert "There is no &lt;tokenizer&gt;. Find one." in card
+    assert "data-again" not in card
+    assert "19" in card  # duplicates
