@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import os
 import queue
 import subprocess
@@ -33,6 +34,7 @@ OUTPUT_PER_INPUT: Final = 8
 """A rendering may write a million characters and eight times the characters of the conversation."""
 _START_LIMIT_S: Final = 60.0
 _LOOK_EVERY_S: Final = 0.1
+_TIMES_AGAIN: Final = 5
 
 Message = dict[str, Any]
 
@@ -183,14 +185,22 @@ class _Worker:
 
     def _next(self, limit_s: float) -> bytes:
         """The next line that says something. Raises queue.Empty after `limit_s` without any line, EOFError at the
-        end, DataError when the process holds too much memory."""
+        end, DataError when the process holds too much memory.
+
+        A process that hardly got to run, because the machine is busy or was asleep, is given the time again.
+        """
         until = time.monotonic() + limit_s
+        again, used = _TIMES_AGAIN, None
         while True:
             try:
                 line = self._lines.get(timeout=max(min(_LOOK_EVERY_S, until - time.monotonic()), 0))
             except queue.Empty:
+                now = self._processor_time()
+                used = now if used is None else used
                 if time.monotonic() >= until:
-                    raise
+                    if not again or now - used > limit_s / 2:
+                        raise
+                    again, used, until = again - 1, now, time.monotonic() + limit_s
                 self._check_memory()
                 continue
             if not line:
@@ -198,6 +208,13 @@ class _Worker:
             if line.strip():
                 return line
             until = time.monotonic() + limit_s
+
+    def _processor_time(self) -> float:
+        try:
+            times = psutil.Process(self._process.pid).cpu_times()
+        except psutil.Error:
+            return math.inf  # it ended
+        return float(times.user + times.system)
 
     def _check_memory(self) -> None:
         """For systems that do not limit a process's memory by themselves."""

@@ -143,6 +143,26 @@ def test_what_a_template_must_not_do_is_its_refusal(make_tokenizer: Make, templa
         Template(make_tokenizer(template=template))
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a signal that pauses a process")
+def test_a_process_that_was_paused_is_given_its_time_again(
+    make_tokenizer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import signal
+    import threading
+
+    monkeypatch.setattr(rendering, "TIME_LIMIT_S", 0.4)
+    tokenizer = make_tokenizer()
+    expected = render(tokenizer)
+    worker = rendering._worker
+    assert worker is not None
+    pid = worker._process.pid
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(1.0, os.kill, (pid, signal.SIGCONT)).start()
+    started = time.monotonic()
+    assert render(tokenizer) == expected
+    assert time.monotonic() - started > 0.9
+
+
 def test_a_limit_reached_by_one_row_stops_the_run_with_its_number(
     make_tokenizer: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
