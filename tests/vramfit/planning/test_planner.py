@@ -19,6 +19,9 @@ from vramfit.models import catalogue
 from vramfit.models.architecture import Architecture
 from vramfit.planning.plan import Forecast, Workload
 from vramfit.planning.planner import forecast_run, length_limit, plan_json, total_steps
+from vramfit.starter import shape
+from vramfit.starter.corpus import corpus_workload
+from vramfit.starter.recipe import starter_run
 from vramfit.units import GIB
 
 LONG = Workload(sequences=1000, mean_tokens=400, longest_tokens=1500)
@@ -281,6 +284,14 @@ def test_a_plan_is_plain_values_with_reasons() -> None:
 
     assert values["micro_batch"] >= 1
     assert {"setting", "value", "reason", "fixed"} <= values["reasons"][0].keys()
+
+
+def test_with_room_to_spare_the_step_is_not_cut_for_two_percent() -> None:
+    """The starter on a CPU: all four sequences at once were measured 20 % faster than two at a time."""
+    config = starter_run()
+    workload = corpus_workload(config.data.paths[0])
+    plan = forecast_run(config, architecture=shape.architecture(), machine=laptop(), workload=workload).plan
+    assert (plan.micro_batch, plan.accumulation) == (4, 1)
 
 
 def test_planning_imports_no_torch() -> None:
