@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -157,6 +158,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cache", type=Path, required=True)
     options = parser.parse_args()
+    if hasattr(os, "nice"):
+        os.nice(10)  # the panel reads the whole data set meanwhile, and a run may be at work
     found = answer(sys.stdin.buffer.read().decode("utf-8"), options.cache)
     sys.stdout.write("\n" + json.dumps(found, ensure_ascii=True) + "\n")
 
