@@ -26,7 +26,6 @@ USUAL_LENGTH: Final = 2048
 _CHUNK_ENTRIES: Final = 2**24  # logits alive at once: 64 MiB in fp32
 _MOST_TOKENS_PER_PASS: Final = 2**17
 _NEARLY_AS_FAST: Final = 1.02
-_ROOMY_SHARE: Final = 0.5  # of the budget: a plan that needs less has room to spare
 _ROUND_LENGTH: Final = 8
 
 Loss = Literal["fused", "chunked", "full"]
@@ -164,19 +163,12 @@ class _Search:
         return _Candidate(plan=plan, memory=memory, speed=speed)
 
     def best(self) -> _Candidate | None:
-        """The fastest that fits; where room is scarce, of those nearly as fast the one that needs least.
-
-        With room to spare the fastest it is, however little it gains: a difference below 2 % is within the estimate's
-        own error, which for many small passes is to their favour.
-        """
+        """The fastest that fits; of those nearly as fast, the one that needs least."""
         fitting = [candidate for candidate in self.candidates() if candidate.fits]
         if not fitting:
             return None
-        fastest = min(fitting, key=lambda candidate: candidate.speed.step_seconds)
-        if fastest.memory.device_bytes <= _ROOMY_SHARE * self.base.budget_bytes:
-            return fastest
-        limit = fastest.speed.step_seconds * _NEARLY_AS_FAST
-        quick = [candidate for candidate in fitting if candidate.speed.step_seconds <= limit]
+        fastest = min(candidate.speed.step_seconds for candidate in fitting)
+        quick = [candidate for candidate in fitting if candidate.speed.step_seconds <= fastest * _NEARLY_AS_FAST]
         return min(quick, key=lambda candidate: candidate.memory.device_bytes)
 
     def candidates(self) -> Iterator[_Candidate]:
