@@ -28,7 +28,7 @@ from vramfit.data.shapes import Conversation, Document, Dropped
 from vramfit.errors import VramfitError
 
 SAMPLE_ROWS: Final = 1000
-SAMPLE_SECONDS: Final = 1.5
+SAMPLE_SECONDS: Final = 3.0
 LONGEST_CHARS: Final = 200_000
 """A document is encoded up to here; its length is then reckoned from the part."""
 SHOWN_ROWS: Final = 12
