@@ -135,7 +135,8 @@ def _bad_rows(survey: Survey, texts: Texts) -> str:
     several = len(survey.files) > 1
     rows = []
     for row in bad_row_list(survey)[:LISTED]:
-        place = texts["data.line"].format(line=row["line"]) if row["line"] else ""
+        known = "data.column" if row["column"] else "data.line"
+        place = texts[known].format(line=row["line"], column=row["column"]) if row["line"] else ""
         place = " · ".join(filter(None, [row["file"] if several else "", place]))
         rows.append(f"<li><b>{_esc(place)}</b> {_esc(row['reason'])}</li>")
     if not rows:

@@ -103,3 +103,9 @@ def test_measured_lengths_replace_the_guess(found: Survey) -> None:
     )
     assert measured.sequences == found.rows
     assert guess_workload(found, 64).mean_tokens != measured.mean_tokens
+
+
+def test_a_bad_row_is_told_with_its_place(found: Survey) -> None:
+    page = data_card(found, texts_of("en"), choice=DataChoice(paths=("x",)), limit=40)
+    column = 1 + len('{"question": "<img src=x onerror="')
+    assert f"<b>line 11, column {column}:</b> expecting" in page

@@ -192,6 +192,14 @@ def test_data_tells_what_was_recognised(tmp_path: Path, capsys: pytest.CaptureFi
     assert values["examples"][0]["text"].endswith("007")
 
 
+def test_a_bad_row_is_told_with_its_line_and_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "good"}\n{"text": "unterminated}\n')
+    assert main(["data", str(file)]) == 0
+    told = "bad row: rows.jsonl, line 2, column 10: a string begins here and does not end"
+    assert told in capsys.readouterr().out.splitlines()
+
+
 def test_data_with_a_model_counts_tokens(
     reference_data: Path, smollm2_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -130,6 +130,7 @@ WORDS: dict[str, str] = {
     "data.too_long.split": "Rows split",
     "data.median": "Median tokens",
     "data.line": "line {line}:",
+    "data.column": "line {line}, column {column}:",
     "data.more": "and {count} more",
     "data.lengths": "Tokens a row, maximum {limit}",
     "data.lengths.open": "Tokens a row",

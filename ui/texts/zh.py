@@ -127,6 +127,7 @@ WORDS: dict[str, str] = {
     "data.too_long.split": "被拆开的行",
     "data.median": "词元中位数",
     "data.line": "第 {line} 行：",
+    "data.column": "第 {line} 行第 {column} 列：",
     "data.more": "还有 {count} 行",
     "data.lengths": "每行词元数，最多 {limit}",
     "data.lengths.open": "每行词元数",

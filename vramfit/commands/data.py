@@ -86,7 +86,9 @@ def describe(report: dict[str, Any]) -> str:
         f"{report['format']}, {report['encoding']}, {report['shape']}: {report['rows']} rows, "
         f"{report['duplicates']} duplicates"
     ]
-    lines += [f"bad row: line {row['line']}: {row['reason']}" for row in report["bad_rows"][:20]]
+    for row in report["bad_rows"][:20]:
+        column = f", column {row['column']}" if row["column"] else ""
+        lines.append(f"bad row: {row['file']}, line {row['line']}{column}: {row['reason']}")
     tokens = report.get("tokens")
     if tokens:
         lines.append(

@@ -145,6 +145,8 @@ def _json_reason(error: json.JSONDecodeError) -> str:
     comma_before = error.doc[max(0, error.pos - 50) : error.pos].rstrip().endswith(",")
     if "trailing comma" in error.msg or (comma_before and after in ("}", "]")):  # Python 3.13 has its own words for it
         return "a comma before a closing bracket"
+    if error.msg.startswith("Unterminated string"):
+        return "a string begins here and does not end"
     return error.msg[:1].lower() + error.msg[1:]
 
 
