@@ -156,8 +156,6 @@ class Attempt:
             )
             return 1
         failure = explain(error)
-        if self._may_leave:  # the queue's child writes its own log; the command line says it itself
-            print(f"failed: {failure.what} {failure.remedy}", file=sys.stderr)
         self._end("failed", failure=failure.what, remedy=failure.remedy)
         return failure.code
 

@@ -57,6 +57,8 @@ def run(store: Store, id_: int, *, attempt: int | None = None, train: Train | No
         try:
             result = (train or _train)(session, saved > 0)
         except BaseException as error:
+            if isinstance(error, UserError):  # of any other error the traceback goes to the log
+                print(f"failed: {error}", file=sys.stderr)
             return session.fail(error)
         session.finish(result)
         return 0

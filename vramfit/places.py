@@ -8,8 +8,6 @@ from pathlib import Path
 
 from vramfit.errors import UserError
 
-DATABASE = "vramfit.db"
-
 
 def default_data_folder() -> Path:
     """$VRAMFIT_DATA_DIR, or `vramfit` in the user's home: visible, since the trained models lie there."""

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from vramfit.config import Precision, RunConfig
 from vramfit.errors import ConfigError, DataError, Problem, WontFit
@@ -77,11 +77,6 @@ def total_steps(config: RunConfig, workload: Workload) -> int:
     whole, part = divmod(schedule.epochs, 1.0)
     per_epoch = math.ceil(workload.sequences / schedule.sequences_per_step)
     return max(1, int(whole) * per_epoch + math.ceil(part * workload.sequences / schedule.sequences_per_step - 1e-9))
-
-
-def plan_json(forecast: Forecast) -> dict[str, Any]:
-    """The plan alone as plain values, with its reasons."""
-    return dataclasses.asdict(forecast.plan)
 
 
 def chunk_tokens(vocab_size: int) -> int:

@@ -18,7 +18,7 @@ from vramfit.hardware.devices import Device, Machine
 from vramfit.models import catalogue
 from vramfit.models.architecture import Architecture
 from vramfit.planning.plan import Forecast, Workload
-from vramfit.planning.planner import forecast_run, length_limit, plan_json, total_steps
+from vramfit.planning.planner import forecast_run, length_limit, total_steps
 from vramfit.starter import shape
 from vramfit.starter.corpus import corpus_workload
 from vramfit.starter.recipe import starter_run
@@ -280,7 +280,7 @@ def test_ram_and_disk_are_tiers_that_can_be_too_small(changes: dict[str, Any], t
 
 
 def test_a_plan_is_plain_values_with_reasons() -> None:
-    values = json.loads(json.dumps(plan_json(forecast(wish()))))
+    values = json.loads(json.dumps(forecast(wish()).to_json()))["plan"]
 
     assert values["micro_batch"] >= 1
     assert {"setting", "value", "reason", "fixed"} <= values["reasons"][0].keys()
