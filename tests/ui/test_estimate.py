@@ -16,7 +16,7 @@ EN = texts_of("en")
 
 
 def _forecast(*, budget_gib: float = 22.0, device: str = "cuda:0") -> Forecast:
-    parts = {"weights": 4 * GIB, "gradients": GIB, "optimizer": 2 * GIB, "activations": 3 * GIB, "logits": GIB // 2}
+    parts = {"weights": 4 * GIB, "gradients": GIB, "optimizer": 2 * GIB, "kept": 3 * GIB, "logits": GIB // 2}
     peak = PhaseMemory(name="backward", parts=parts)
     return Forecast(
         plan=Plan(
@@ -54,9 +54,9 @@ def test_the_parts_sum_to_the_figure() -> None:
 
 
 def test_segments_lie_end_to_end_in_stacking_order() -> None:
-    laid = segments({"activations": 3, "weights": 5}, scale_bytes=16)
+    laid = segments({"kept": 3, "weights": 5}, scale_bytes=16)
     shown = [(part.kind, part.left, part.width) for part in laid if part.size]
-    assert shown == [("weights", 0.0, 5 / 16), ("activations", 5 / 16, 3 / 16)]
+    assert shown == [("weights", 0.0, 5 / 16), ("kept", 5 / 16, 3 / 16)]
 
 
 def test_the_card_shows_every_number_with_its_unit() -> None:

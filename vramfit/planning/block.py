@@ -1,19 +1,22 @@
-"""One transformer block as operations: what a Hugging Face decoder block does, in the formats a plan computes in.
+"""One transformer block as operations: what a decoder block does, in the formats and with the kernels of a program.
 
-Derivation: the modelling files of `transformers` 5 (RMSNorm in fp32, rotary positions, SDPA, gated or plain MLP,
-experts by grouped products) and which tensors each PyTorch operation saves for backward. Sizes are bytes per token.
+Derivation: the modelling files of `transformers` (RMSNorm in fp32, rotary positions, SDPA, gated or plain MLP, experts
+by grouped products) and which tensors each PyTorch operation saves for backward. Sizes are bytes per token.
 
 | operation | saves |
 |---|---|
 | RMSNorm written in Python | fp32 input (itself when it is fp32), the normalised values when its weight trains |
-| native LayerNorm | its input |
+| fused RMSNorm, native LayerNorm | its input |
 | linear that trains | its input; under autocast a 16-bit copy of it, one per linear |
-| frozen linear | nothing |
-| LoRA on a linear | the input (under autocast a 16-bit copy of its own), the rank-sized product, a dropout mask |
+| frozen linear | nothing (bitsandbytes before 0.43.2: its input) |
+| LoRA on a linear | its input in the format it computes in: of its own where that is a copy, and a dropout mask |
 | rotary positions | nothing of size |
-| SDPA | q, k, v, output, one fp32 number per head |
+| SDPA, flash | q, k, v, output, one fp32 number per head |
+| eager attention | fp32 scores after softmax, and their 16-bit copy |
 | SiLU or GELU | its input |
-| product of the gated MLP | both factors |
+| product of the gated MLP | both factors; fused kernels keep gate and up alone |
+
+A compiler (`recomputed`) keeps what matrix products and attention make and computes everything between again.
 """
 
 from __future__ import annotations
@@ -23,16 +26,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from vramfit.models.architecture import Architecture, Linear
-from vramfit.planning.tape import Tape, Value
+from vramfit.planning.program import PYTHON_KERNELS, Kernels
+from vramfit.planning.tape import Moment, Tape, Value, highest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Formats:
     """Bytes per number: `residual` between blocks, `compute` in matrix products. `trains` is whether base weights do.
 
-    `autocast` is whether linears cast what they are given; `adapted` are the linears with LoRA, of `rank`, and
-    `dropout_mask` is bytes per number that their dropout keeps (0: none; cards keep a byte, the CPU a factor).
-    `masked` is whether attention gets a mask, as packed rows do.
+    `autocast` is whether linears cast what they are given; `adapted` are the linears with LoRA, of `rank`, in
+    `adapter` bytes, and `dropout_mask` is bytes per number that their dropout keeps (0: none; cards keep a byte, the
+    CPU a factor). `masked` is whether attention gets a mask, as packed rows do; `length` is tokens of a sequence,
+    wherever one attends to all others in memory (0: nowhere).
     """
 
     residual: int
@@ -41,9 +46,12 @@ class Formats:
     autocast: bool
     adapted: frozenset[str] = frozenset()
     rank: int = 0
+    adapter: int = 4
     dropout_mask: int = 0
     attention: str = "sdpa"
     masked: bool = False
+    length: int = 0
+    kernels: Kernels = PYTHON_KERNELS
 
     @property
     def casts(self) -> bool:
@@ -52,36 +60,30 @@ class Formats:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockMemory:
-    """Bytes per token of one block: `saved` for backward besides its input, and peaks that include its input.
-
-    `backward` starts with everything saved; `evaluation` is forward with nothing saved. `per_token_and_length` is
-    bytes per token and token of length, of attention that writes its scores.
-    """
+    """One block, its input not counted: bytes per token `saved` for backward (and whether its `input_saved` is among
+    what backward needs), and the moments that can be the highest of forward, of backward, and of a forward that keeps
+    nothing. Backward begins with everything saved."""
 
     input: float
+    input_saved: bool
     saved: float
-    forward: float
-    backward: float
-    evaluation: float
-    per_token_and_length: float = 0.0
+    forward: tuple[Moment, ...]
+    backward: tuple[Moment, ...]
+    evaluation: tuple[Moment, ...]
 
 
 @lru_cache(maxsize=512)
 def block_memory(architecture: Architecture, layer: int, formats: Formats, *, input_grad: bool = True) -> BlockMemory:
     """Walk block `layer`; `input_grad` is False for the first block of a frozen model: its input needs none."""
-    writer = _Writer(architecture, formats, layer, input_grad=input_grad)
-    tape, start = writer.write()
-    # The kernel wants the mask as numbers to add, and each block keeps its own: one per pair of positions.
-    scores = float(formats.compute) if formats.masked else 0.0
-    if formats.attention == "eager":  # fp32 softmax and its 16-bit copy, per head and pair of positions
-        scores += architecture.heads * (4.0 + (formats.compute if formats.compute != 4 else 0))
+    tape, start = _Writer(architecture, formats, layer, input_grad=input_grad).write()
+    forward = highest(tape.forward())
     return BlockMemory(
         input=start.size,
-        saved=tape.saved(without=(start,)),
-        forward=tape.forward_peak(),
-        backward=max(tape.backward_peak(), tape.forward_peak()),
-        evaluation=tape.forward_peak(keeps=False),
-        per_token_and_length=scores,
+        input_saved=any(start.storage in operation.saves for operation in tape.operations),
+        saved=tape.saved,
+        forward=forward,
+        backward=highest((*tape.backward(), *forward)),
+        evaluation=highest(tape.forward(keeps=False)),
     )
 
 
@@ -90,6 +92,7 @@ class _Writer:
 
     def __init__(self, architecture: Architecture, formats: Formats, layer: int, *, input_grad: bool) -> None:
         self.shape, self.formats, self.layer, self.input_grad = architecture, formats, layer, input_grad
+        self.kernels = formats.kernels
         self.tape = Tape()
         self.linears = architecture.linears(layer)
 
@@ -110,12 +113,13 @@ class _Writer:
         return self.tape, start
 
     def norm(self, value: Value, width: int | None = None) -> Value:
-        """RMSNorm as written in Python works on an fp32 copy; LayerNorm is one kernel that keeps its input."""
-        trains = self.formats.trains
+        """RMSNorm as written in Python works on an fp32 copy; LayerNorm and fused kernels are one operation that keeps
+        its input."""
         numbers = width or self.shape.hidden_size
         out = self.formats.residual * numbers
-        if self.shape.norm != "rmsnorm":
-            return self.tape.operation("layernorm", (value,), out, saves=(value,), trains=trains)
+        trained = numbers if self.formats.trains else 0
+        if self.shape.norm != "rmsnorm" or self.kernels.norm != "python":
+            return self.tape.operation("norm", (value,), out, saves=(value,), trained=trained)
         wide = value
         if value.size < 4.0 * numbers:
             wide = self.tape.operation("to fp32", (value,), 4.0 * numbers)
@@ -125,7 +129,7 @@ class _Writer:
         )
         if out < 4.0 * numbers:
             normal = self.tape.operation("to 16 bits", (normal,), out)
-        return self.tape.operation("scale", (normal,), out, saves=(normal,) if trains else (), trains=trains)
+        return self.tape.operation("scale", (normal,), out, saves=(normal,) if trained else (), trained=trained)
 
     def after_norm(self, value: Value) -> Value:
         """Families with four norms also normalise what a branch returns."""
@@ -137,33 +141,42 @@ class _Writer:
         out = float(compute * linear.outputs)
         adapted = linear.module and linear.name in formats.adapted
         copy = float(compute * linear.inputs) if formats.casts and value.size > compute * linear.inputs else 0.0
+        keeps = (formats.trains and not self.kernels.recomputes_inputs) or self.kernels.keeps_frozen_inputs
         # The bias, when it trains, keeps nothing. A cast's gradient is made beside the product's.
         result = self.tape.operation(
             linear.name,
             (value,),
             out,
-            saves=(value,) if formats.trains and not copy else (),
-            saves_new=copy if formats.trains else 0.0,
-            trains=formats.trains,
+            saves=(value,) if keeps and not copy else (),
+            saves_new=copy if keeps else 0.0,
+            trained=linear.params if formats.trains else 0,
+            weights=linear.weights,
             backward_temporary=copy,
         )
         return self.adapter(value, result, linear) if adapted else result
 
     def adapter(self, value: Value, result: Value, linear: Linear) -> Value:
-        """result + scale B A dropout(x). PEFT casts x to the adapter's fp32, autocast casts that back to 16 bits."""
-        formats, compute = self.formats, self.formats.compute
-        width, rank, out = linear.inputs, formats.rank, float(compute * linear.outputs)
+        """result + scale B A dropout(x). The input goes to the adapter's format first, and under autocast to 16 bits
+        behind the dropout; adapters of the input's own format share it."""
+        formats, width, rank = self.formats, linear.inputs, self.formats.rank
+        compute = formats.compute if formats.autocast else max(formats.compute, formats.adapter)
         fed = value
-        if compute < 4:
-            wide = self.tape.operation("to fp32", (fed,), 4.0 * width)
-            wide = self.dropout(wide, width, 4.0)
-            fed = self.tape.operation("to 16 bits", (wide,), float(compute * width))
+        if formats.kernels.adapter == "fused":  # one kernel for the projections of an input: it and a dropped copy each
+            fed = self.tape.operation("dropout", (value,), float(formats.compute * width), saves=(value,))
         else:
-            fed = self.dropout(fed, width, 4.0)
-        low = self.tape.operation("lora_A", (fed,), float(compute * rank), saves=(fed,), trains=True)
-        high = self.tape.operation("lora_B", (low,), out, saves=(low,), trains=True)
+            inner = max(formats.compute, formats.adapter)
+            if inner * width > fed.size:
+                fed = self.tape.operation("to fp32", (fed,), float(inner * width))
+            fed = self.dropout(fed, width, float(inner))
+            if fed.size > compute * width:
+                fed = self.tape.operation("to 16 bits", (fed,), float(compute * width))
+        trained = rank * linear.inputs, rank * linear.outputs
+        low = self.tape.operation("lora_A", (fed,), float(compute * rank), saves=(fed,), trained=trained[0])
+        out = float(compute * linear.outputs)
+        high = self.tape.operation("lora_B", (low,), out, saves=(low,), trained=trained[1])
         scaled = self.tape.operation("scale", (high,), out)
-        return self.tape.operation("add", (result, scaled), out, passes=True)
+        total = self.tape.operation("add", (result, scaled), out, passes=out == result.size)
+        return total if out == result.size else self.tape.operation("to 16 bits", (total,), result.size)
 
     def dropout(self, value: Value, width: int, size: float) -> Value:
         """A copy, and the mask for backward."""
@@ -179,36 +192,92 @@ class _Writer:
         queries, keys, values = (
             self.latent_heads(value, projections[:-1]) if shape.latent else self.heads(value, projections[:-1])
         )
-        out_width = float(size * shape.attention_out_width)
-        grouped = shape.kv_width < shape.q_width
-        if grouped and self.formats.masked:  # with a mask the library copies keys and values to every query head
+        repeats = shape.kv_width < shape.q_width and (self.formats.masked or self.kernels.repeats_kv)
+        if repeats:  # with a mask the library copies keys and values to every query head
             wide = float(size * shape.q_width)
             keys = self.tape.operation("repeat", (keys,), wide)
             values = self.tape.operation("repeat", (values,), wide)
-        kernel = self.tape.operation(
-            "sdpa",
+        kernel = self.eager(queries, keys, values) if self.formats.attention == "eager" else None
+        if kernel is None:
+            kernel = self.flash(queries, keys, values, grouped=not repeats)
+        return self.linear(kernel, projections[-1])
+
+    def flash(self, queries: Value, keys: Value, values: Value, *, grouped: bool) -> Value:
+        """One kernel. Its backward adds the queries' gradient up in fp32 where it computes in 16 bits; with fewer kv
+        heads than heads it makes their gradients for every head first."""
+        shape, size = self.shape, self.formats.compute
+        expanded = 2.0 * size * (shape.q_width - shape.kv_width) if grouped else 0.0
+        adds_up = 4.0 * shape.q_width if size < 4 else 0.0
+        mask = float(size * self.formats.length) if self.formats.masked else 0.0
+        return self.tape.operation(
+            "attention",
             (queries, keys, values),
-            out_width,
+            float(size * shape.attention_out_width),
             saves=(queries, keys, values),
             saves_output=True,
-            saves_new=4.0 * shape.heads,
-            # With fewer kv heads their gradients are first made for every query head.
-            backward_temporary=2.0 * size * (shape.q_width - shape.kv_width)
-            if grouped and not self.formats.masked
-            else 0.0,
+            # A mask becomes numbers to add, and each block keeps its own: one per pair of positions.
+            saves_new=4.0 * shape.heads + mask,
+            backward_temporary=expanded + adds_up,
         )
-        return self.linear(kernel, projections[-1])
+
+    def eager(self, queries: Value, keys: Value, values: Value) -> Value:
+        """Scores of every pair of positions, softmax in fp32, its 16-bit copy for the product with the values."""
+        shape, size = self.shape, self.formats.compute
+        pairs = float(shape.heads * self.formats.length)
+        scores = self.tape.operation("scores", (queries, keys), size * pairs, saves=(queries, keys))
+        wide = scores if size == 4 else self.tape.operation("to fp32", (scores,), 4 * pairs)
+        soft = self.tape.operation("softmax", (wide,), 4 * pairs, saves_output=True)
+        if size < 4:
+            soft = self.tape.operation("to 16 bits", (soft,), size * pairs)
+        soft = self.dropped(soft, pairs)
+        return self.tape.operation(
+            "product", (soft, values), float(size * shape.attention_out_width), saves=(soft, values)
+        )
+
+    def dropped(self, value: Value, numbers: float) -> Value:
+        """Dropout of the model itself, where the program trains with it: a copy and a byte a number."""
+        if not self.kernels.model_dropout:
+            return value
+        return self.tape.operation("dropout", (value,), value.size, saves_new=numbers)
 
     def heads(self, value: Value, projections: Sequence[Linear]) -> tuple[Value, Value, Value]:
         """Queries and keys with their positions, values: separate projections or slices of one."""
         shape, size = self.shape, self.formats.compute
         q, k = float(size * shape.q_width), float(size * shape.kv_width)
+        if self.kernels.fuses_qkv and len(projections) == 3:
+            return self.fused_heads(value, projections)
         made = [self.linear(value, linear) for linear in projections]
         if len(made) == 1:  # values stay a view of the fused result, which therefore stays whole
             whole = made[0]
             return self.positioned(whole, q), self.positioned(whole, k), self.part(whole, k)
         queries, keys, values = made
         return self.positioned(self.head_norm(queries), q), self.positioned(self.head_norm(keys), k), values
+
+    def fused_heads(self, value: Value, projections: Sequence[Linear]) -> tuple[Value, Value, Value]:
+        """A program with one projection for all three, where the checkpoint has three; adapters stay each its own."""
+        shape, size = self.shape, self.formats.compute
+        q, k = float(size * shape.q_width), float(size * shape.kv_width)
+        whole = self.linear(
+            value,
+            Linear(
+                name="qkv",
+                part="attention",
+                inputs=projections[0].inputs,
+                outputs=sum(linear.outputs for linear in projections),
+                bias=projections[0].bias,
+            ),
+        )
+        adapted = [linear for linear in projections if linear.name in self.formats.adapted]
+        if adapted:
+            fed = self.dropout(value, projections[0].inputs, float(size))
+            rank = self.formats.rank
+            trained = sum(rank * (linear.inputs + linear.outputs) for linear in adapted)
+            low = self.tape.operation(
+                "lora_A", (fed,), float(size * rank * len(adapted)), saves=(fed,), trained=trained
+            )
+            spread = self.tape.operation("lora_B", (low,), whole.size, saves=(low,))
+            whole = self.tape.operation("add", (whole, spread), whole.size, passes=True)
+        return self.positioned(whole, q), self.positioned(whole, k), self.part(whole, k)
 
     def part(self, whole: Value, size: float) -> Value:
         """A slice: a view forward, a buffer of the whole's size backward."""
@@ -220,9 +289,12 @@ class _Writer:
         return self.norm(value, int(value.size / self.formats.compute))
 
     def positioned(self, value: Value, size: float) -> Value:
-        """x cos + rotate(x) sin: three temporaries of x's size. cos and sin come in the residual's format."""
+        """x cos + rotate(x) sin: three temporaries of x's size. cos and sin come in the residual's format. A fused
+        kernel works in place."""
         if self.shape.position != "rope":
             return value if value.size == size else self.part(value, size)
+        if self.kernels.rope == "fused" and value.size == size:
+            return self.tape.operation("rope", (value,), size, view=True)
         wide = size * max(1.0, self.formats.residual / self.formats.compute)
         rotated = self.tape.operation(
             "rope", (value,), wide, forward_temporary=2.0 * wide, backward_temporary=2.0 * wide
@@ -266,13 +338,20 @@ class _Writer:
         if self.shape.mlp == "plain":
             return self.linear(self.activation(made[0], width), down)
         gate, up = made if len(made) == 2 else (self.part(made[0], width), self.part(made[0], width))
-        active = self.activation(gate, width)
-        product = self.tape.operation("mul", (active, up), width, saves=(active, up))
+        if self.kernels.mlp != "python":
+            # A fused kernel writes the gradients of gate and up over them; a compiler's are new.
+            in_place = -2 * width if self.kernels.mlp == "fused" else 0.0
+            product = self.tape.operation("gated", (gate, up), width, saves=(gate, up), backward_temporary=in_place)
+        else:
+            active = self.activation(gate, width)
+            product = self.tape.operation("mul", (active, up), width, saves=(active, up))
         return self.linear(product, down)
 
     def activation(self, value: Value, width: float) -> Value:
         """SiLU, GELU and ReLU keep one tensor. GPT-2's GELU is written in Python and keeps four more."""
         name = self.shape.activation
+        if self.kernels.mlp != "python":
+            return self.tape.operation(name, (value,), width, saves=(value,))
         if name == "relu":
             return self.tape.operation("relu", (value,), width, saves_output=True)
         if name in ("gelu_new", "gelu_fast"):
@@ -286,15 +365,31 @@ class _Writer:
         experts, size, hidden = self.shape.experts, self.formats.compute, self.shape.hidden_size
         if experts is None:
             raise AssertionError("only blocks with experts have them")
-        copies = experts.active
+        copies, trains = experts.active, self.formats.trains
+        own = [linear for linear in self.linears if linear.part == "expert"]
+        *ups, down = own
         routed = self.tape.operation("gather", (value,), float(copies * size * hidden))
         wide = float(copies * size * experts.expert_width)
-        keeps = (routed,) if self.formats.trains else ()
-        up = self.tape.operation("up", (routed,), 2 * wide, saves=keeps, trains=self.formats.trains)
-        active = self.activation(self.part(up, wide), wide)
-        product = self.tape.operation("mul", (active, self.part(up, wide)), wide, saves=(active, up))
-        keeps = (product,) if self.formats.trains else ()
-        down = self.tape.operation(
-            "down", (product,), float(copies * size * hidden), saves=keeps, trains=self.formats.trains
+        up = self.tape.operation(
+            "up",
+            (routed,),
+            (2 if self.shape.mlp == "gated" else 1) * wide,
+            saves=(routed,) if trains else (),
+            trained=sum(linear.params for linear in ups) if trains else 0,
+            weights=sum(linear.weights for linear in ups),
         )
-        return self.tape.operation("combine", (down,), float(size * hidden), saves=(down,))
+        product = up
+        if self.shape.mlp == "gated":
+            active = self.activation(self.part(up, wide), wide)
+            product = self.tape.operation("mul", (active, self.part(up, wide)), wide, saves=(active, up))
+        else:
+            product = self.activation(up, wide)
+        answers = self.tape.operation(
+            "down",
+            (product,),
+            float(copies * size * hidden),
+            saves=(product,) if trains else (),
+            trained=down.params if trains else 0,
+            weights=down.weights,
+        )
+        return self.tape.operation("combine", (answers,), float(size * hidden), saves=(answers,))

@@ -1,17 +1,20 @@
 """Device memory of a plan, phase by phase: closed form, in milliseconds, from what the program does.
 
-T = micro-batch x length (tokens), h hidden, V vocabulary rows, L blocks, P parameters. The peak is the largest phase,
-never their sum:
+T = micro-batch x length (tokens), h hidden, V vocabulary rows, L blocks, P parameters, N cards. All figures are of one
+card. The peak is the largest phase, never their sum:
 
     load        weights as they come
-    loss        states + kept activations of all blocks + logits and their gradient
-    backward    states + kept activations of the blocks before + one block's backward + gradients made so far
-    embedding   states + all gradients + the embedding's dense gradient beside the one it is added to
+    loss        states + root + kept activations of all blocks + final norm + logits and their gradient
+    backward    states + root + gathered blocks + what the blocks before keep + one block's backward, operation by
+                operation, with the gradients made so far
+    embedding   states + root + all gradients + the embedding's dense gradient beside the one it is added to
     step        states + all gradients + the optimizer's temporaries
-    evaluation  states + one block's forward + logits, nothing kept
+    evaluation  states + root + one block's forward + logits, nothing kept
 
-states = weights + adapters + optimizer. Under accumulation the gradients of the micro-batches before are there in every
-phase. What a block keeps and needs is walked operation by operation in `block.py`.
+states = weights + adapters + optimizer, each its share of N cards. The root is what sharding gathers outside the blocks
+(embedding, head), from the first forward to the end of backward. Under accumulation the gradients of the micro-batches
+before are there in every phase. What a block keeps and needs is walked operation by operation in `block.py`; where
+programs differ is in `program.py`.
 """
 
 from __future__ import annotations
@@ -19,51 +22,44 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, TypeVar
 
 from vramfit.models.architecture import Architecture, Linear
 from vramfit.planning.block import BlockMemory, Formats, block_memory
 from vramfit.planning.plan import MEMORY_KINDS, MemoryEstimate, MemoryKind, PhaseMemory, Plan, Workload
+from vramfit.planning.program import OURS, Program
+from vramfit.planning.tape import Moment
 from vramfit.units import GIB, MIB
 
 _Value = TypeVar("_Value")
 
-BYTES: Final = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "nf4": 0.5 + 1 / 64 + 4 / 16384}
-"""Bytes per stored weight. nf4, doubly quantised: 4 bits, an 8-bit scale per 64 weights, an fp32 per 256 scales."""
+BYTES: Final = {
+    "fp32": 4.0,
+    "bf16": 2.0,
+    "fp16": 2.0,
+    "int8": 1.0 + 2 / 4096,
+    "nf4": 0.5 + 1 / 64 + 4 / 16384,
+    "nf4-plain": 0.5 + 4 / 64,
+    "gptq-int4": 0.5 + 2.5 / 128,
+    "gptq-int8": 1.0 + 3 / 128,
+}
+"""Bytes per stored weight. int8: a 16-bit scale per row. nf4, doubly quantised: 4 bits, an 8-bit scale per 64 weights,
+an fp32 per 256 scales; plain: an fp32 scale per 64. GPTQ in groups of 128: a 16-bit scale and a packed zero each."""
 
+QUANTISED: Final = frozenset({"int8", "nf4", "nf4-plain", "gptq-int4", "gptq-int8"})
 
-@dataclass(frozen=True, kw_only=True)
-class Program:
-    """Facts of the program that trains. Bytes per parameter unless the name says otherwise.
+STATE_BYTES: Final = {32: 4.0, 16: 2.0, 8: 1.0 + 4 / 256, 4: 0.5 + 4 / 128}
+"""Bytes of one optimizer state by its bits: low-bit states have an fp32 scale per block (of 256, and of 128)."""
 
-    `step_temporary` is what the optimizer step allocates on top (4 for foreach AdamW in fp32, 0 for the fused kernel);
-    `caches_casts` whether autocast keeps 16-bit copies of all weights until forward ends; `context_bytes` what the
-    driver takes on a card before the first tensor; `process_bytes` what interpreter and libraries take of RAM.
-    """
+STATES: Final = {"adamw": 2, "lion": 1, "muon": 1, "sgd": 1, "adafactor": 0}
+"""States per parameter. Adafactor's are a row and a column of each matrix, which is nothing beside the rest."""
 
-    name: str
-    gradient: float
-    moments: float
-    step_temporary: float
-    caches_casts: bool
-    context_bytes: int
-    process_bytes: int
+COMPRESSED: Final = 0.53
+"""A 16-bit activation as int8 with an fp32 scale per 128: (1 + 4 / 128) / 2, and a little that stays as it is."""
 
-
-OURS: Final = Program(
-    name="vramfit",
-    gradient=4.0,
-    moments=8.0,
-    step_temporary=0.0,
-    caches_casts=True,
-    context_bytes=int(0.6 * GIB),
-    process_bytes=int(0.55 * GIB),
-)
-"""Our engine: trained weights fp32, AdamW's two fp32 moments, fused kernel, autocast with its cache.
-
-Context 0.5-0.8 GiB on NVIDIA cards (mechanisms); process: 0.40 GiB measured after torch, transformers, peft and
-a tiny step, and 0.15 for tokenizer and data.
-"""
+STREAM_SLOTS: Final = 2
+"""Blocks on the device at once while streaming: one computes, one arrives."""
 
 
 def adapter_params(architecture: Architecture, *, rank: int, targets: tuple[str, ...]) -> int:
@@ -83,7 +79,7 @@ def adapted_linears(architecture: Architecture, layer: int, targets: tuple[str, 
 
     A target may be more than a name: `self_attn.q_proj` is a q_proj.
     """
-    everything = targets == ("all-linear",)
+    everything = targets[:1] == ("all-linear",)
     names = {target.rpartition(".")[2] for target in targets}
     return tuple(
         linear for linear in architecture.linears(layer) if linear.module and (everything or linear.name in names)
@@ -93,7 +89,8 @@ def adapted_linears(architecture: Architecture, layer: int, targets: tuple[str, 
 def trained_params(architecture: Architecture, plan: Plan) -> int:
     """Parameters with a gradient."""
     if plan.lora_rank:
-        return adapter_params(architecture, rank=plan.lora_rank, targets=plan.lora_targets)
+        adapters = adapter_params(architecture, rank=plan.lora_rank, targets=plan.lora_targets)
+        return adapters + len(plan.saved_modules) * architecture.embedding_params
     return architecture.params
 
 
@@ -109,8 +106,8 @@ def estimate_memory(
         work.phase("load"),
         work.loss_phase(),
         *work.backward_phases(),
-        work.phase("embedding", gradients=work.gradients + work.embedding_temporary, activations=work.stream),
-        work.phase("step", gradients=work.gradients, optimizer_extra=program.step_temporary * work.trained),
+        work.embedding_phase(),
+        work.step_phase(),
         work.evaluation_phase(),
     )
     peak = max(phases, key=lambda phase: phase.total_bytes)
@@ -123,7 +120,7 @@ def estimate_memory(
         device_bytes=device,
         low_bytes=int(peak.total_bytes - spread * peak.total_bytes - (0 if workload.exact else 0.3 * moving)),
         high_bytes=int(peak.total_bytes * (1 + spread)),
-        host_bytes=device if on_cpu else int(3 * GIB + work.weights / 8),
+        host_bytes=device if on_cpu else int(3 * GIB + work.weights / 8 + work.host_states),
         disk_bytes=_disk_bytes(architecture, plan, work.trained, keep_checkpoints),
     )
 
@@ -136,7 +133,7 @@ def _device_bytes(peak: PhaseMemory, plan: Plan, program: Program) -> int:
     """
     if plan.device == "cpu":
         return peak.total_bytes + program.process_bytes + int(0.03 * peak.total_bytes)
-    moving = peak.parts["activations"] + peak.parts["logits"] + peak.parts["gradients"]
+    moving = sum(peak.parts[kind] for kind in ("kept", "working", "logits", "gradients"))
     share = 0.2 if plan.loss == "full" else 0.05
     return peak.total_bytes + program.context_bytes + int(share * moving) + 32 * MIB
 
@@ -149,7 +146,9 @@ def _disk_bytes(architecture: Architecture, plan: Plan, trained: int, keep_check
 
 @dataclass(frozen=True, kw_only=True)
 class _Work:
-    """The quantities all phases are made of, in bytes; `blocks` and `tokens` say what scales with the micro-batch."""
+    """The quantities all phases are made of, in bytes on one card; `blocks` and `tokens` say what scales with the
+    micro-batch. `weights` are of the frozen base or of all that trains, `weight` and `gradient` bytes per trained
+    parameter."""
 
     architecture: Architecture
     plan: Plan
@@ -157,21 +156,18 @@ class _Work:
     tokens: int
     length: int
     formats: Formats
-    weights: float
-    adapters: float
     trained: int
-    optimizer: float
+    weight: float
+    gradient: float
     blocks: tuple[BlockMemory, ...]
     block_trained: tuple[int, ...]
     casts: tuple[float, ...]
-    dequantised: float
 
     @classmethod
     def of(cls, architecture: Architecture, plan: Plan, workload: Workload, program: Program) -> _Work:
         length = plan.max_length if plan.packing else min(plan.max_length, workload.longest_tokens)
-        formats = formats_of(architecture, plan)
-        trained = trained_params(architecture, plan)
-        frozen = bool(plan.lora_rank)
+        formats = formats_of(architecture, plan, program, length=length)
+        weight = program.adapter if plan.lora_rank else BYTES[plan.trained_format]
         return cls(
             architecture=architecture,
             plan=plan,
@@ -179,24 +175,97 @@ class _Work:
             tokens=plan.micro_batch * length,
             length=length,
             formats=formats,
-            weights=weight_bytes(architecture, plan),
-            adapters=4.0 * trained if frozen else 0.0,
-            trained=trained,
-            optimizer=program.moments * trained,
-            blocks=tuple(_blocks(architecture, formats, frozen=frozen)),
+            trained=trained_params(architecture, plan),
+            weight=weight,
+            gradient=weight if program.gradient is None else program.gradient,
+            blocks=tuple(_blocks(architecture, formats, frozen=bool(plan.lora_rank) and not program.input_grads)),
             block_trained=_by_kind(architecture, lambda layer: _block_trained(architecture, layer, plan)),
             casts=_by_kind(architecture, lambda layer: _cast_bytes(architecture, layer, plan, formats)),
-            dequantised=formats.compute * _largest_linear(architecture) if plan.weight_format == "nf4" else 0.0,
         )
+
+    # --- states ------------------------------------------------------------------------------------------------------
+
+    @property
+    def head_trains(self) -> bool:
+        return not self.plan.lora_rank or "head" in self.plan.saved_modules
+
+    @property
+    def shares_weights(self) -> bool:
+        return self.plan.sharding in ("zero3", "fsdp")
+
+    @property
+    def streams(self) -> bool:
+        """Whether blocks visit the device one by one, from RAM or disk."""
+        return self.plan.weights_tier != "device"
+
+    @cached_property
+    def weights(self) -> float:
+        """The base's weights on this card."""
+        whole = weight_bytes(self.architecture, self.plan)
+        if self.shares_weights:
+            return 0.0 if self.streams else whole / self.plan.cards
+        if not self.streams:
+            return whole
+        blocks = self.block_bytes
+        stay = sum(sorted(blocks, reverse=True)[: self.plan.resident_blocks])
+        return whole - sum(blocks) + stay
+
+    @cached_property
+    def block_bytes(self) -> tuple[float, ...]:
+        """Stored bytes of each block."""
+        return _by_kind(self.architecture, lambda layer: _block_weight_bytes(self.architecture, layer, self.plan))
+
+    @property
+    def slots(self) -> float:
+        """Places for the blocks that visit, and for their gradients where they train."""
+        if not self.streams or self.shares_weights or self.plan.resident_blocks >= self.architecture.layers:
+            return 0.0
+        gradients = 0.0 if self.plan.lora_rank else self.gradient * max(self.block_trained)
+        return STREAM_SLOTS * (max(self.block_bytes) + gradients)
+
+    @property
+    def adapters(self) -> float:
+        if not self.plan.lora_rank:
+            return 0.0
+        saved = 2.0 * len(self.plan.saved_modules) * self.architecture.embedding_params
+        adapters = self.trained - len(self.plan.saved_modules) * self.architecture.embedding_params
+        return (self.weight * adapters + saved) / (self.plan.cards if self.shares_weights else 1)
+
+    @property
+    def optimizer_states(self) -> float:
+        """All states of all cards' parameters, and the fp32 copy of 16-bit weights."""
+        each = STATES[self.plan.optimizer] * STATE_BYTES[self.plan.optimizer_bits]
+        return (each + self.program.master) * self.trained
+
+    @property
+    def optimizer_share(self) -> float:
+        return 1.0 / self.plan.cards if self.plan.sharding not in ("none", "ddp") else 1.0
+
+    @property
+    def optimizer(self) -> float:
+        return self.optimizer_states * self.optimizer_share if self.plan.optimizer_tier == "device" else 0.0
+
+    @property
+    def host_states(self) -> float:
+        """What lives in RAM: states, and the blocks that stream."""
+        states = self.optimizer_states if self.plan.optimizer_tier == "host" else 0.0
+        return states + (sum(self.block_bytes) if self.plan.weights_tier == "host" else 0.0)
 
     @property
     def states(self) -> float:
         return self.weights + self.adapters + self.optimizer
 
     @property
+    def gradient_share(self) -> float:
+        return 1.0 / self.plan.cards if self.plan.sharding in ("zero2", "zero3", "fsdp") else 1.0
+
+    @property
     def gradients(self) -> float:
-        """All gradients."""
-        return self.program.gradient * self.trained
+        """All gradients of this card, once a micro-batch is done."""
+        if self.plan.optimizer_in_backward or (self.streams and not self.plan.lora_rank):
+            return 0.0
+        buckets = 2.0 if self.plan.sharding == "ddp" and self.plan.cards > 1 else 1.0  # DDP's buckets are a second copy
+        return self.gradient * self.trained * self.gradient_share * buckets
 
     @property
     def held(self) -> float:
@@ -204,187 +273,269 @@ class _Work:
         return self.gradients if self.plan.accumulation > 1 else 0.0
 
     @property
+    def whole_gradient(self) -> float:
+        """Bytes per parameter of a gradient before it is shared out: in the format it was computed in."""
+        return float(self.formats.compute) if self.shares_weights else self.gradient
+
+    @property
+    def root(self) -> float:
+        """What sharding gathers outside the blocks."""
+        if not self.shares_weights:
+            return 0.0
+        matrices = 1 if self.architecture.tied_embeddings else 2
+        return float(self.formats.compute * matrices * self.architecture.embedding_params)
+
+    def gathered(self, layer: int) -> float:
+        """Blocks gathered while block `layer` runs backward: itself, and the next that is fetched ahead."""
+        if not self.shares_weights:
+            return 0.0
+        if self.program.sharding.keeps_gathered and self.plan.lora_rank:
+            return sum(self._gathered_bytes[layer:])
+        last = self.architecture.layers - 1
+        ahead = self._gathered_bytes[layer - 1] if 0 < layer < last else 0.0
+        return self._gathered_bytes[layer] + ahead
+
+    @cached_property
+    def _gathered_bytes(self) -> tuple[float, ...]:
+        """Bytes of a gathered block: quantised as stored, everything else as it is computed with."""
+        if self.plan.lora_rank and self.plan.weight_format in QUANTISED:
+            return self.block_bytes
+        return _by_kind(
+            self.architecture, lambda layer: float(self.formats.compute * self.architecture.params_of_block(layer))
+        )
+
+    # --- what comes and goes -----------------------------------------------------------------------------------------
+
+    @property
     def stream(self) -> float:
         """One hidden state of the micro-batch, in the residual's format."""
         return float(self.formats.residual * self.architecture.hidden_size * self.tokens)
 
     @property
-    def head_trains(self) -> bool:
-        return not self.plan.lora_rank
-
-    @property
     def head_gradient(self) -> float:
-        return self.program.gradient * self.architecture.head_params if self.head_trains else 0.0
+        return self.whole_gradient * self.architecture.head_params if self.head_trains else 0.0
 
-    @property
-    def embedding_temporary(self) -> float:
-        """The embedding's gradient is made whole, then added to the one there is (tied head, accumulation)."""
-        if not self.head_trains:
-            return 0.0
-        dense = self.program.gradient * self.architecture.embedding_params
-        beside = self.plan.accumulation > 1
-        return dense * (int(beside) + (1 if self.architecture.tied_embeddings else 0))
+    def phase(self, name: str, **parts: float) -> PhaseMemory:
+        """A phase: states and what `parts` add by kind."""
+        found: dict[MemoryKind, int] = dict.fromkeys(MEMORY_KINDS, 0)
+        found["weights"] = int(self.weights + parts.pop("weights", 0.0))
+        found["adapters"] = int(self.adapters)
+        found["optimizer"] = int((self.optimizer if name != "load" else 0.0) + parts.pop("optimizer", 0.0))
+        found["slots"] = int(self.slots)
+        found["buckets"] = int(self.program.sharding.bucket_bytes if self.plan.cards > 1 else 0.0)
+        for kind, value in parts.items():
+            found[kind] += int(value)  # type: ignore[index]
+        return PhaseMemory(name=name, parts=found)
 
-    @property
-    def linear_temporary(self) -> float:
-        """The gradient of one linear before it is added to the one that is there, and its 16-bit form."""
-        largest = _largest_linear(self.architecture) if self.head_trains else 0
-        cast = self.formats.compute if self.formats.casts else 0
-        return float(largest * (cast + (4 if self.plan.accumulation > 1 else 0)))
-
-    def phase(
-        self,
-        name: str,
-        *,
-        gradients: float = 0.0,
-        activations: float = 0.0,
-        logits: float = 0.0,
-        weights_extra: float = 0.0,
-        optimizer_extra: float = 0.0,
-    ) -> PhaseMemory:
-        parts: dict[MemoryKind, int] = dict.fromkeys(MEMORY_KINDS, 0)
-        parts["weights"] = int(self.weights + weights_extra)
-        parts["adapters"] = int(self.adapters)
-        parts["gradients"] = int(gradients)
-        parts["optimizer"] = int((self.optimizer if name != "load" else 0.0) + optimizer_extra)
-        parts["activations"] = int(activations)
-        parts["logits"] = int(logits)
-        return PhaseMemory(name=name, parts=parts)
-
-    def kept(self, layer: int) -> float:
-        """Bytes block `layer` keeps from forward to its backward, its input included."""
-        block = self.blocks[layer]
-        if layer < self.plan.recompute:
-            return block.input * self.tokens
-        return (block.input + block.saved + block.per_token_and_length * self.length) * self.tokens
+    @cached_property
+    def _kept(self) -> tuple[float, ...]:
+        """Bytes each block keeps from forward to its backward, its input included where something needs it."""
+        found = []
+        for layer, block in enumerate(self.blocks):
+            if layer < self.plan.recompute:
+                found.append(block.input * self.tokens if self.plan.input_tier == "device" else 0.0)
+                continue
+            share = COMPRESSED if layer < self.plan.recompute + self.plan.compress else 1.0
+            found.append(((block.input if block.input_saved else 0.0) + share * block.saved) * self.tokens)
+        return tuple(found)
 
     def kept_before(self, layer: int) -> float:
-        """What the blocks before `layer` keep."""
-        return sum(self.kept(index) for index in range(layer))
+        """What the blocks before `layer` keep; inputs that wait in RAM have two places on the device."""
+        elsewhere = 2 * self.stream if self.plan.recompute and self.plan.input_tier != "device" else 0.0
+        return sum(self._kept[:layer]) + elsewhere
 
     @property
     def final_norm(self) -> float:
-        """After the blocks: the last hidden state, its normalised copy, and the rows picked for the loss."""
-        normal = 4.0 * self.architecture.hidden_size * self.tokens if self.head_trains else 0.0
-        copy = 4.0 * self.architecture.hidden_size * self.tokens if self.formats.residual < 4 else 0.0
+        """After the blocks: the last hidden state, its normalised copy, and what the norm keeps."""
+        if self.architecture.norm != "rmsnorm" or self.formats.kernels.norm != "python":
+            return 2 * self.stream
+        width = self.architecture.hidden_size * self.tokens
+        normal = float(self.formats.residual * width) if self.formats.trains else 0.0
+        copy = 4.0 * width if self.formats.residual < 4 else 0.0
         return 2 * self.stream + normal + copy
 
     def loss_phase(self) -> PhaseMemory:
-        casts = sum(self.casts) if self.program.caches_casts else sum(self.casts[self.plan.recompute :])
+        casts = sum(self.casts) if self.program.caches_casts else 0.0
         logits, gradients = self.logits()
         return self.phase(
             "loss",
             gradients=self.held + gradients,
-            activations=self.kept_before(self.architecture.layers) + self.final_norm,
+            kept=self.kept_before(self.architecture.layers),
+            working=self.final_norm,
             logits=logits,
-            weights_extra=casts + self.head_cast,
+            weights=self.root + casts + self.head_cast,
         )
 
     @property
     def head_cast(self) -> float:
         """The head's weight in the compute format, when it is stored in another."""
+        if self.shares_weights:
+            return 0.0
         stored = BYTES[self.plan.trained_format] if self.head_trains else self.formats.residual
         return float(self.formats.compute * self.architecture.head_params) if stored != self.formats.compute else 0.0
 
     def logits(self) -> tuple[float, float]:
         """(logits with all that is made of them, gradients made with them) at the worst moment of the loss.
 
-        full: log-softmax 4, the gradient of the picked entries 4, the gradient of the logits 4 = 12 bytes per entry.
-        chunked: logits 4 and a temporary of logsumexp 4 per entry of a chunk; fused: one buffer of 4. Both with the
-        hidden state's gradient, and the head's when it trains. A family that changes its logits makes them for all
-        positions in its own way.
+        Whole logits: the program's bytes per entry, and 8 more where the family changes them after the head. In chunks:
+        of the rows of one chunk, with the hidden state's gradient, and the head's when it trains.
         """
         vocab, hidden = self.architecture.vocab_size, self.architecture.hidden_size
+        entry = self.program.logits[self.plan.loss]
         if self.plan.loss == "full":
             extra = 8.0 if self.architecture.logit_softcap else 0.0
-            return (12.0 + extra) * self.tokens * vocab, 0.0
+            return (entry + extra) * self.tokens * vocab, 0.0
         rows = min(self.tokens, self.plan.loss_chunk_tokens or self.tokens)
         picked = float(self.formats.residual * hidden * self.tokens)
-        entry = 8.0
-        if self.plan.loss == "fused" and self.plan.compute == "fp32":  # torch's own kernel; in 16 bits we chunk
-            entry = 4.0
+        if self.plan.loss == "fused" and self.plan.compute != "fp32":
+            entry = self.program.logits["chunked"]
         return entry * rows * vocab + picked, self.head_gradient
 
     def backward_phases(self) -> tuple[PhaseMemory, ...]:
         """At the last block, at the last recomputed one, and at the first: between them memory changes linearly."""
         last = self.architecture.layers - 1
         layers = sorted({last, max(0, self.plan.recompute - 1), 0}, reverse=True)
-        return tuple(self.backward_phase(layer) for layer in layers)
+        if self.shares_weights and last > 1:
+            layers.insert(1, last - 1)  # where the next block is fetched ahead
+        return tuple(self.backward_phase(layer) for layer in dict.fromkeys(layers))
 
     def backward_phase(self, layer: int) -> PhaseMemory:
-        block = self.blocks[layer]
-        above = self.program.gradient * sum(self.block_trained[layer:])
-        gradients = self.held + (self.head_gradient if self.plan.accumulation > 1 else 0.0)
-        if self.plan.accumulation == 1:
-            gradients = self.head_gradient + above
-        elif not self.architecture.tied_embeddings:
-            gradients = self.held
-        working = (block.backward + block.per_token_and_length * self.length) * self.tokens
-        kept_casts = sum(self.casts[self.plan.recompute : layer]) + self.casts[layer]
+        """The worst moment of block `layer`'s backward."""
+        moments = (self._backward_moment(layer, moment) for moment in self.blocks[layer].backward)
+        return max(moments, key=lambda phase: phase.total_bytes)
+
+    def _backward_moment(self, layer: int, moment: Moment) -> PhaseMemory:
+        block, plan = self.blocks[layer], self.plan
+        again = layer < plan.recompute
+        own_input = block.input * self.tokens if again or block.input_saved else 0.0
+        output = self.stream if again and self.program.holds_output else 0.0
+        casts = self.casts[layer] + (sum(self.casts[plan.recompute : layer]) if self.program.caches_casts else 0.0)
+        unpacked = 2.0 * moment.weights if plan.weight_format in QUANTISED and plan.lora_rank else 0.0
         return self.phase(
             f"backward of block {layer + 1}",
-            gradients=gradients + self.linear_temporary,
-            activations=self.kept_before(layer) + working,
-            weights_extra=kept_casts + self.dequantised,
+            gradients=self._gradients_at(layer, moment),
+            kept=self.kept_before(layer) + own_input + self._held_inputs(layer),
+            working=moment.per_token * self.tokens + output,
+            weights=self.root + self.gathered(layer) + casts,
+            dequantised=unpacked,
         )
+
+    def _gradients_at(self, layer: int, moment: Moment) -> float:
+        """Gradients there while an operation of block `layer` runs backward."""
+        plan = self.plan
+        cast = float(self.formats.compute * moment.making) if self.formats.casts else 0.0
+        making = self.whole_gradient * moment.making
+        if plan.optimizer_in_backward or (self.streams and not plan.lora_rank):
+            return making + cast
+        if plan.accumulation > 1:
+            extra = self.head_gradient if self.architecture.tied_embeddings and not self.shares_weights else 0.0
+            return self.held + extra + making + cast
+        above = self.gradient * self.gradient_share * sum(self.block_trained[layer + 1 :])
+        return self.head_gradient + above + self.whole_gradient * moment.made + making + cast
+
+    def _held_inputs(self, layer: int) -> float:
+        """Inputs and their gradients of frozen blocks that sharding does not let go (see `Sharding`): inputs of the
+        blocks from the next on, gradients from the one after it on, as the next one's is this block's own."""
+        holds = self.program.sharding.holds_frozen_inputs and self.shares_weights and self.plan.cards > 1
+        if not holds or not self.plan.lora_rank or not self.plan.recompute:
+            return 0.0
+        later = self.architecture.layers - 1 - layer
+        return (later + max(0, later - 1)) * self.stream
+
+    def embedding_phase(self) -> PhaseMemory:
+        """The embedding's gradient is made whole, then added to the one there is (tied head, accumulation)."""
+        dense = 0.0
+        if not self.plan.lora_rank:
+            whole = self.whole_gradient * self.architecture.embedding_params
+            tied = 1 if self.architecture.tied_embeddings else 0
+            dense = whole * (int(self.plan.accumulation > 1) + tied)
+            if self.shares_weights:
+                dense = self.root
+        return self.phase("embedding", gradients=self.gradients + dense, kept=self.stream, weights=self.root)
+
+    def step_phase(self) -> PhaseMemory:
+        """All gradients, and what the optimizer makes beside them: fused and low-bit kernels nothing."""
+        extra = 0.0
+        if self.plan.optimizer_tier == "device" and self.plan.optimizer_bits >= 16:
+            extra = self.program.step_temporary * self.weight * self.trained * self.optimizer_share
+        if self.plan.optimizer_in_backward:
+            extra = 0.0
+        return self.phase("step", gradients=self.gradients, optimizer=extra)
 
     def evaluation_phase(self) -> PhaseMemory:
         """Forward without gradients: nothing is kept, logits are made a chunk at a time unless they are made whole."""
         vocab = self.architecture.vocab_size
         rows = self.tokens if self.plan.loss == "full" else min(self.tokens, self.plan.loss_chunk_tokens or self.tokens)
-        block = max(block.evaluation for block in self.blocks) * self.tokens
-        logits = 8.0 * rows * vocab
+        working = max(
+            block.input * self.tokens + moment.per_token * self.tokens
+            for block in {id(block): block for block in self.blocks}.values()
+            for moment in block.evaluation
+        )
         return self.phase(
             "evaluation",
-            activations=max(block, 2 * self.stream),
-            logits=logits,
-            weights_extra=(sum(self.casts) if self.program.caches_casts else max(self.casts)) + self.head_cast,
+            working=max(working, 2 * self.stream),
+            logits=min(8.0, self.program.logits["full"]) * rows * vocab,
+            weights=(sum(self.casts) if self.program.caches_casts else max(self.casts)) + self.head_cast + self.root,
         )
 
 
-def formats_of(architecture: Architecture, plan: Plan) -> Formats:
+def formats_of(architecture: Architecture, plan: Plan, program: Program = OURS, *, length: int = 0) -> Formats:
     """In which formats a block's tensors are.
 
-    Trained weights are fp32, so the embedding's output and with it the residual stream are fp32; autocast casts what
-    enters a matrix product. A frozen 16-bit base gives a 16-bit stream.
+    Trained weights in fp32 give an fp32 residual stream, and autocast casts what enters a matrix product; a frozen base
+    in 16 bits, and 16-bit training without autocast, a 16-bit stream. Sharded fp32 weights are gathered in the compute
+    format.
     """
     compute = int(BYTES[plan.compute])
     adapted: frozenset[str] = frozenset()
-    residual = 4
     if plan.lora_rank:
-        residual = compute if plan.weight_format == "nf4" else int(BYTES[plan.weight_format])
+        residual = compute if plan.weight_format in QUANTISED else int(BYTES[plan.weight_format])
         names = {
             linear.name
             for layer in {0, architecture.layers - 1}
             for linear in adapted_linears(architecture, layer, plan.lora_targets)
         }
         adapted = frozenset(names)
+    else:
+        sharded = plan.sharding in ("zero3", "fsdp")
+        residual = compute if sharded else int(BYTES[plan.trained_format])
+    in_memory = plan.attention == "eager" or plan.packing
     return Formats(
         residual=residual,
         compute=compute,
         trains=not plan.lora_rank,
-        autocast=compute < 4,
+        autocast=program.autocast and compute < 4,
         adapted=adapted,
         rank=plan.lora_rank,
+        adapter=int(program.adapter),
         dropout_mask=(4 if plan.device == "cpu" else 1) if plan.lora_dropout > 0 else 0,
         attention=plan.attention,
         masked=plan.packing,
+        length=length if in_memory else 0,
+        kernels=program.kernels,
     )
 
 
 def weight_bytes(architecture: Architecture, plan: Plan) -> float:
-    """Bytes of the base weights: nf4 only for the blocks' linears, the rest is stored as it is computed with."""
+    """Bytes of the base weights: a quantised format only for the blocks' linears, the rest as it is computed with."""
     if not plan.lora_rank:
         return BYTES[plan.trained_format] * architecture.params
-    if plan.weight_format != "nf4":
+    if plan.weight_format not in QUANTISED:
         return BYTES[plan.weight_format] * architecture.params
-    linears = sum(
-        _by_kind(
-            architecture,
-            lambda layer: sum(linear.weights for linear in architecture.linears(layer) if linear.module),
-        )
-    )
-    return BYTES["nf4"] * linears + BYTES[plan.compute] * (architecture.params - linears)
+    outside = architecture.params - sum(architecture.params_of_block(layer) for layer in range(architecture.layers))
+    blocks = sum(_by_kind(architecture, lambda layer: _block_weight_bytes(architecture, layer, plan)))
+    return BYTES[plan.compute] * outside + blocks
+
+
+def _block_weight_bytes(architecture: Architecture, layer: int, plan: Plan) -> float:
+    """Stored bytes of one block's base weights."""
+    params = architecture.params_of_block(layer)
+    if not plan.lora_rank:
+        return BYTES[plan.trained_format] * params
+    if plan.weight_format not in QUANTISED:
+        return BYTES[plan.weight_format] * params
+    linears = sum(linear.weights for linear in architecture.linears(layer) if linear.module)
+    return BYTES[plan.weight_format] * linears + BYTES[plan.compute] * (params - linears)
 
 
 def _by_kind(architecture: Architecture, value: Callable[[int], _Value]) -> tuple[_Value, ...]:
@@ -399,7 +550,7 @@ def _by_kind(architecture: Architecture, value: Callable[[int], _Value]) -> tupl
 
 
 def _blocks(architecture: Architecture, formats: Formats, *, frozen: bool) -> Iterator[BlockMemory]:
-    """Every block's walk. The first block of a frozen model differs: nothing before it needs a gradient."""
+    """Every block's walk. The first block of a `frozen` model differs: nothing before it needs a gradient."""
     shape = _shape_only(architecture)
     usual = _by_kind(architecture, lambda layer: block_memory(shape, layer, formats))
     if frozen:
@@ -421,19 +572,13 @@ def _block_trained(architecture: Architecture, layer: int, plan: Plan) -> int:
 
 def _cast_bytes(architecture: Architecture, layer: int, plan: Plan, formats: Formats) -> float:
     """16-bit copies autocast makes of a block's trained fp32 matrices."""
-    if formats.compute == 4:
+    if formats.compute == 4 or not formats.autocast:
         return 0.0
     if plan.lora_rank:
-        return float(formats.compute * _block_trained(architecture, layer, plan))
+        return float(formats.compute * _block_trained(architecture, layer, plan)) if formats.adapter > 2 else 0.0
+    if plan.trained_format != "fp32" or plan.sharding in ("zero3", "fsdp"):
+        return 0.0
     return float(formats.compute * sum(linear.weights for linear in architecture.linears(layer)))
-
-
-def _largest_linear(architecture: Architecture) -> int:
-    return max(
-        linear.inputs * linear.outputs
-        for layer in {0, architecture.layers - 1}
-        for linear in architecture.linears(layer)
-    )
 
 
 def usual_block(architecture: Architecture, formats: Formats) -> BlockMemory:

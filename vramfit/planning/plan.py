@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from vramfit.config import Method, Precision
 
-MemoryKind = Literal["weights", "adapters", "gradients", "optimizer", "activations", "logits", "overhead"]
-"""The parts every memory breakdown is given in, in the order they are stacked."""
-
-MEMORY_KINDS: tuple[MemoryKind, ...] = (
+MemoryKind = Literal[
     "weights",
     "adapters",
     "gradients",
     "optimizer",
-    "activations",
+    "kept",
+    "working",
     "logits",
+    "dequantised",
+    "slots",
+    "buckets",
     "overhead",
-)
+]
+"""The parts every memory breakdown is given in, in the order they are stacked: activations kept for backward and those
+alive while an operation runs, weights unpacked from 4 bits, places for streamed blocks, buffers of several cards."""
+
+MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,27 +60,49 @@ class Workload:
     exact: bool = False
 
 
+Tier = Literal["device", "host", "disk"]
+"""Where bytes live: on the card, in RAM, in a file."""
+
+WeightFormat = Literal["fp32", "bf16", "fp16", "int8", "nf4", "nf4-plain", "gptq-int4", "gptq-int8"]
+"""Formats of a base. nf4 is doubly quantised, nf4-plain is not; GPTQ bases are read by other programs than ours."""
+
+ShardingKind = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp"]
+"""How several cards share a run: ddp nothing, zero1 the optimizer's states, zero2 gradients too, the others all."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Every memory decision of a run.
 
-    `max_length` tokens per sequence; `micro_batch` sequences per forward pass; `accumulation` of them make one
+    `max_length` tokens per sequence; `micro_batch` sequences per forward pass and card; `accumulation` of them make one
     optimizer step. `recompute` is the number of blocks whose activations are recomputed in backward (the first ones);
-    0 keeps all. `loss_chunk_tokens` is rows of logits alive at once (0: all of them).
+    0 keeps all; `input_tier` is where the inputs of those wait. `compress` is how many of the other blocks keep int8
+    copies instead. `loss_chunk_tokens` is rows of logits alive at once (0: all of them).
+
+    `optimizer_bits` are of one state of one parameter; `optimizer_tier` where states live; `optimizer_in_backward`
+    steps a parameter as soon as its gradient is there. `weights_tier` other than device streams the blocks through two
+    slots, all but `resident_blocks` that stay. `saved_modules` ("embedding", "head") are trained whole beside adapters.
+    `compiled`: a compiler fuses what lies between matrix products.
     """
 
     method: Method
     device: str
     budget_bytes: int
     compute: Precision
-    weight_format: Literal["fp32", "bf16", "fp16", "nf4"]
-    trained_format: Literal["fp32", "bf16"] = "fp32"
-    optimizer: Literal["adamw"] = "adamw"
-    optimizer_bits: Literal[32, 8, 4] = 32
+    weight_format: WeightFormat
+    weights_tier: Tier = "device"
+    resident_blocks: int = 0
+    trained_format: Literal["fp32", "bf16", "fp16"] = "fp32"
+    optimizer: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = "adamw"
+    optimizer_bits: Literal[32, 16, 8, 4] = 32
+    optimizer_tier: Tier = "device"
+    optimizer_in_backward: bool = False
     max_length: int
     micro_batch: int
     accumulation: int
     recompute: int
+    input_tier: Tier = "device"
+    compress: int = 0
     loss: Literal["fused", "chunked", "full"]
     loss_chunk_tokens: int = 0
     attention: Literal["sdpa", "eager", "flash"] = "sdpa"
@@ -83,6 +110,10 @@ class Plan:
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
     lora_dropout: float = 0.0
+    saved_modules: tuple[Literal["embedding", "head"], ...] = ()
+    cards: int = 1
+    sharding: ShardingKind = "none"
+    compiled: bool = False
     reasons: tuple[Choice, ...] = ()
 
 

@@ -1,13 +1,15 @@
-"""What one block keeps for backward and needs at most while it runs backward, by walking its operations.
+"""What one block keeps for backward and needs while it runs, by walking its operations.
 
 A tape is the list of a block's operations as PyTorch's autograd sees them; sizes are bytes per token of a micro-batch.
 Walking it forward gives what is saved (a storage counts once, however many operations save it); walking it backward
-gives the highest sum of saved storages, live gradients and temporaries. Nothing here knows what a model is.
+gives, operation by operation, the saved storages, live gradients and temporaries, and which weights have their gradient
+by then. The block's input is never counted: who keeps it depends on what happens around the block. Nothing here knows
+what a model is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 
@@ -25,7 +27,8 @@ class Value:
 class Operation:
     """One operation. `saves` are storages kept for its backward; the temporaries live only while it runs.
 
-    `passes` is True when its inputs' gradients are its output's gradient itself (an addition, a view).
+    `passes` is True when its inputs' gradients are its output's gradient itself (an addition, a view). `weights` are
+    the numbers of the matrix it multiplies with, `trained` those of its parameters that get a gradient.
     """
 
     name: str
@@ -35,6 +38,40 @@ class Operation:
     forward_temporary: float
     backward_temporary: float
     passes: bool
+    weights: int = 0
+    trained: int = 0
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is alive while one operation runs.
+
+    `per_token` bytes per token; `made` parameters whose gradient was complete before, `making` those of this operation;
+    `weights` numbers of the matrix it uses, which a quantised base must unpack.
+    """
+
+    per_token: float
+    made: int = 0
+    making: int = 0
+    weights: int = 0
+
+    def covers(self, other: Moment) -> bool:
+        """Whether no number of `other` is larger, so that it can never be the peak."""
+        return (
+            self.per_token >= other.per_token
+            and self.made + self.making >= other.made + other.making
+            and self.making >= other.making
+            and self.weights >= other.weights
+        )
+
+
+def highest(moments: Iterable[Moment]) -> tuple[Moment, ...]:
+    """Those moments that can be the peak, for some number of tokens and some size of a gradient."""
+    found: list[Moment] = []
+    for moment in moments:
+        if not any(other.covers(moment) for other in found):
+            found = [other for other in found if not moment.covers(other)] + [moment]
+    return tuple(found)
 
 
 @dataclass
@@ -44,9 +81,11 @@ class Tape:
     operations: list[Operation] = field(default_factory=list)
     sizes: list[float] = field(default_factory=list)
     _values: int = 0
+    _start: int = -1
 
     def input(self, size: float, *, grad: bool) -> Value:
-        return self._value(self._storage(size), size, grad=grad)
+        self._start = self._storage(0.0)
+        return self._value(self._start, size, grad=grad)
 
     def operation(
         self,
@@ -57,7 +96,8 @@ class Tape:
         saves: Iterable[Value] = (),
         saves_output: bool = False,
         saves_new: float = 0.0,
-        trains: bool = False,
+        trained: int = 0,
+        weights: int = 0,
         forward_temporary: float = 0.0,
         backward_temporary: float = 0.0,
         passes: bool = False,
@@ -65,10 +105,10 @@ class Tape:
     ) -> Value:
         """Append an operation and return its output of `size` bytes per token.
 
-        Nothing is saved unless an input needs a gradient or a parameter `trains`. `saves_new` is a copy made for
+        Nothing is saved unless an input needs a gradient or a parameter is `trained`. `saves_new` is a copy made for
         backward alone; a `view` shares its first input's storage.
         """
-        grad = trains or any(value.grad for value in inputs)
+        grad = trained > 0 or any(value.grad for value in inputs)
         storage = inputs[0].storage if view else self._storage(size)
         output = self._value(storage, size, grad=grad)
         kept: list[int] = []
@@ -85,53 +125,53 @@ class Tape:
                 forward_temporary=forward_temporary,
                 backward_temporary=backward_temporary,
                 passes=passes or view,
+                weights=weights,
+                trained=trained,
             )
         )
         return output
 
-    def saved(self, *, without: Iterable[Value] = ()) -> float:
-        """Bytes per token kept from forward to backward, each storage once, those of `without` not at all."""
-        kept = {storage for operation in self.operations for storage in operation.saves}
-        kept -= {value.storage for value in without}
-        return sum(self.sizes[storage] for storage in kept)
+    @property
+    def saved(self) -> float:
+        """Bytes per token kept from forward to backward, each storage once."""
+        return self._total({storage for operation in self.operations for storage in operation.saves})
 
-    def forward_peak(self, *, keeps: bool = True) -> float:
-        """Highest bytes per token in forward: outputs still to be used, and with `keeps` what backward will need."""
+    def forward(self, *, keeps: bool = True) -> Iterator[Moment]:
+        """Moments of forward: outputs still to be used, and with `keeps` what backward will need."""
         last_use = {
             value.storage: index for index, operation in enumerate(self.operations) for value in operation.inputs
         }
         last_use[self.operations[-1].output.storage] = len(self.operations)
         saved: set[int] = set()
-        alive: set[int] = {self.operations[0].inputs[0].storage}
-        peak = 0.0
+        alive: set[int] = set()
         for index, operation in enumerate(self.operations):
             saved |= set(operation.saves) if keeps else set()
             alive.add(operation.output.storage)
-            peak = max(peak, self._total(alive | saved) + operation.forward_temporary)
+            yield Moment(self._total(alive | saved) + operation.forward_temporary, weights=operation.weights)
             alive = {storage for storage in alive if last_use.get(storage, -1) > index}
-        return peak
 
-    def backward_peak(self) -> float:
-        """Highest bytes per token in backward, from all saved to none: the input's storage is not counted twice."""
+    def backward(self) -> Iterator[Moment]:
+        """Moments of backward, from all saved to none, beginning with the gradient of the block's output."""
         remaining: dict[int, int] = {}
         for operation in self.operations:
             for storage in set(operation.saves):
                 remaining[storage] = remaining.get(storage, 0) + 1
         walk = _Gradients()
         walk.give(self.operations[-1].output, walk.new(self.operations[-1].output.size))
-        peak = 0.0
+        made = 0
         for operation in reversed(self.operations):
             if not operation.output.grad:
                 continue
-            saved = sum(self.sizes[storage] for storage in remaining)
-            peak = max(peak, saved + walk.pass_back(operation) + operation.backward_temporary)
+            saved = self._total(remaining)
+            alive = walk.pass_back(operation) + operation.backward_temporary
+            yield Moment(saved + alive, made, operation.trained, operation.weights)
+            made += operation.trained
             for storage in set(operation.saves):
                 remaining[storage] -= 1
                 if not remaining[storage]:
                     del remaining[storage]
-        return peak
 
-    def _total(self, storages: set[int]) -> float:
+    def _total(self, storages: Iterable[int]) -> float:
         return sum(self.sizes[storage] for storage in storages)
 
     def _storage(self, size: float) -> int:

@@ -9,6 +9,8 @@ import pytest
 from vramfit.models import catalogue
 from vramfit.models.architecture import Architecture
 from vramfit.planning.block import Formats, block_memory
+from vramfit.planning.program import Kernels
+from vramfit.planning.tape import Moment
 
 BF16_FULL = Formats(residual=2, compute=2, trains=True, autocast=False)
 
@@ -19,12 +21,43 @@ def llama_8b() -> Architecture:
     return found
 
 
-def test_llama_3_8b_in_pure_bf16_keeps_49_h_and_needs_65_h() -> None:
-    """The worked values of full fine-tuning with Hugging Face norms: SV 49, BW 65."""
-    block = block_memory(llama_8b(), 1, BF16_FULL)
+def worst(moments: tuple[Moment, ...]) -> float:
+    """The most bytes per token alive at any of them."""
+    return max(moment.per_token for moment in moments)
 
-    assert block.saved / 4096 == pytest.approx(49, abs=0.1)
-    assert block.backward / 4096 == pytest.approx(65, abs=0.1)
+
+@pytest.mark.parametrize(
+    ("kernels", "saved", "backward"),
+    [
+        (Kernels(), 49, 65),
+        (Kernels(norm="fused"), 39, 55),
+        (Kernels(norm="fused", mlp="fused"), 32, 41),
+    ],
+)
+def test_llama_3_8b_in_pure_bf16(kernels: Kernels, saved: float, backward: float) -> None:
+    """The worked values of full fine-tuning in units of the hidden size, the block's own input counted in neither."""
+    block = block_memory(llama_8b(), 1, dataclasses.replace(BF16_FULL, kernels=kernels))
+
+    assert block.saved / 4096 == pytest.approx(saved, abs=0.1)
+    assert worst(block.backward) / 4096 == pytest.approx(backward, abs=0.1)
+
+
+@pytest.mark.parametrize(("adapter", "backward"), [("python", 63), ("fused", 61)])
+def test_an_adapted_4_bit_block_needs_what_was_measured(adapter: str, backward: float) -> None:
+    """Llama-3-8B, LoRA with dropout on attention under autocast: 63 h and 61 h measured, less the block's output (2 h)
+    that reentrant recompute holds."""
+    formats = Formats(
+        residual=2,
+        compute=2,
+        trains=False,
+        autocast=True,
+        adapted=frozenset({"q_proj", "k_proj", "v_proj", "o_proj"}),
+        rank=16,
+        dropout_mask=1,
+        kernels=Kernels(norm="fused", rope="fused", adapter=adapter),  # type: ignore[arg-type]
+    )
+
+    assert worst(block_memory(llama_8b(), 1, formats).backward) / 4096 == pytest.approx(backward, abs=0.1)
 
 
 def test_a_frozen_block_keeps_less_and_an_adapted_one_between() -> None:
@@ -58,5 +91,5 @@ def test_every_known_model_has_a_block(name: str) -> None:
     assert architecture is not None
     for layer in {0, architecture.layers - 1}:
         block = block_memory(architecture, layer, BF16_FULL)
-        assert 0 < block.evaluation <= block.forward <= block.backward
-        assert block.saved < block.backward
+        assert 0 < worst(block.evaluation) <= worst(block.forward) <= worst(block.backward)
+        assert block.saved < worst(block.backward)
