@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +34,7 @@ OUTPUT_PER_INPUT: Final = 8
 """A rendering may write a million characters and eight times the characters of the conversation."""
 _START_LIMIT_S: Final = 60.0
 _LOOK_EVERY_S: Final = 0.1
+_LINE_CHARS: Final = 100_000
 _TIMES_AGAIN: Final = 5
 
 Message = dict[str, Any]
@@ -73,21 +74,33 @@ class Renderer:
     def render(self, requests: Sequence[Request]) -> list[Answer | TemplateRefusal]:
         """One result per request, in order. Raises DataError where the template goes over a limit."""
         with _lock:
-            return _running().ask([self._line(request) for request in requests], requests)
+            return _running().ask(list(self._lines(requests)), requests)
 
-    def _line(self, request: Request) -> bytes:
-        content = json.dumps([request.messages, request.tools])
-        values = {
-            "template": self._plain if request.tools is None else self._with_tools,
-            "tokens": self._tokens,
-            "limit": LEAST_OUTPUT_CHARS + OUTPUT_PER_INPUT * len(content),
-            "seconds": TIME_LIMIT_S,
-            "messages": request.messages,
-            "tools": request.tools,
-            "asks": request.asks,
-            "prefixes": request.prefixes,
-        }
-        return json.dumps(values).encode() + b"\n"
+    def _lines(self, requests: Sequence[Request]) -> Iterator[bytes]:
+        """The requests, many in a line: what a line costs on its way is more than what a small conversation costs."""
+        about = {"templates": [self._plain, self._with_tools], "tokens": self._tokens, "seconds": TIME_LIMIT_S}
+        head = json.dumps(about)[:-1] + ', "work": ['
+        work: list[str] = []
+        held = 0
+        for request in requests:
+            content = _content(request)
+            rest = json.dumps([request.asks, request.prefixes, _most_chars(content)])
+            work.append(f"{content[:-1]}, {rest[1:]}")
+            held += len(content)
+            if held > _LINE_CHARS:
+                yield (head + ",".join(work) + "]}\n").encode()
+                work, held = [], 0
+        if work:
+            yield (head + ",".join(work) + "]}\n").encode()
+
+
+def _content(request: Request) -> str:
+    return json.dumps([request.messages, request.tools])
+
+
+def _most_chars(content: str) -> int:
+    """How many characters the rendering of a conversation may have."""
+    return LEAST_OUTPUT_CHARS + OUTPUT_PER_INPUT * len(content)
 
 
 def _template_of(tokenizer: Any, tools: list[Any] | None) -> str:
@@ -146,7 +159,12 @@ class _Worker:
         writer = threading.Thread(target=self._write, args=(lines,), daemon=True, name="template requests")
         writer.start()
         try:
-            results = [self._result(line, request) for line, request in zip(lines, requests, strict=True)]
+            results: list[Answer | TemplateRefusal] = []
+            while len(results) < len(requests):
+                replies = self._replies()
+                if len(results) + len(replies) > len(requests):
+                    raise InternalError("The process that renders chat templates gave more texts than it was asked for")
+                results += map(_checked, replies, requests[len(results) :])
         except BaseException:
             self.close()
             raise
@@ -174,14 +192,13 @@ class _Worker:
                 return self._lines.put(line, timeout=_LOOK_EVERY_S)
         return None
 
-    def _result(self, line: bytes, request: Request) -> Answer | TemplateRefusal:
+    def _replies(self) -> list[dict[str, Any]]:
         try:
-            reply = self._next(TIME_LIMIT_S)
+            return list(json.loads(self._next(TIME_LIMIT_S)))
         except queue.Empty:
             raise _fault(f"takes longer than {TIME_LIMIT_S:g} seconds for one conversation") from None
         except EOFError:
             raise _fault(self._end()) from None
-        return _checked(reply, request)
 
     def _next(self, limit_s: float) -> bytes:
         """The next line that says something. Raises queue.Empty after `limit_s` without any line, EOFError at the
@@ -252,13 +269,10 @@ class _Worker:
 _TOO_MUCH_MEMORY: Final = f"needs more than {MEMORY_LIMIT_BYTES // 2**20:,} MiB of memory for one conversation"
 
 
-def _checked(line: bytes, request: Request) -> Answer | TemplateRefusal:
+def _checked(reply: dict[str, Any], request: Request) -> Answer | TemplateRefusal:
     """A reply as a result; nothing in it is believed. Raises DataError."""
-    reply = json.loads(line)
     if "over" in reply:
-        content = len(json.dumps([request.messages, request.tools]))
-        most = LEAST_OUTPUT_CHARS + OUTPUT_PER_INPUT * content
-        written = f"writes more than {most:,} characters for one conversation"
+        written = f"writes more than {_most_chars(_content(request)):,} characters for one conversation"
         raise _fault(_TOO_MUCH_MEMORY if reply["over"] == "memory" else written)
     if "refused" in reply:
         return TemplateRefusal(str(reply["refused"]))

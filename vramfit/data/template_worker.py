@@ -4,9 +4,10 @@ A chat template is a program of unknown origin. Here it has jinja2's sandbox wit
 or module of ours, and limits on memory, processor time and output. `rendering.py` starts this file by its path, adds
 the limit on time that a clock on the wall measures, and trusts nothing that comes back.
 
-A request: {"template", "tokens", "limit" (characters), "messages", "tools", "asks", "prefixes" ([count, asks] each)}.
-A reply: {"text", "lengths" (per prefix: its length where the text begins with it, else null)}, {"refused": reason} or
-{"over": "memory" | "output"}. An empty line says that the work goes on.
+A line of requests: {"templates": [without tools, with tools], "tokens", "seconds", "work"}, where "work" lists
+[messages, tools, asks, prefixes ([count, asks] each), limit in characters]. One or more lines of replies, each a list,
+answer it in order: {"text", "lengths" (per prefix: its length where the text begins with it, else null)}, {"refused":
+reason}, or {"over": "memory" | "output"}, which is the last one. An empty line says that the work goes on.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import math
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, Final
@@ -27,6 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 NEEDED_JINJA: Final = (3, 1, 6)  # older sandboxes have known ways out
 SIGN_OF_LIFE_S: Final = 1.0
+REPLY_CHARS: Final = 100_000
 
 
 class OutputOver(Exception):
@@ -104,57 +107,72 @@ def compiled(template: str) -> jinja2.Template:
     return environment().from_string(template)
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """The reply to a request; whatever the template raises is in it."""
-    try:
-        template = compiled(request["template"])
-        text = _render(template, request, len(request["messages"]), request["asks"])
-        return {"text": text, "lengths": _prefix_lengths(template, request, text)}
-    except MemoryError:
-        return {"over": "memory"}
-    except OutputOver:
-        return {"over": "output"}
-    except Exception as error:
-        reason = str(error).strip()
-        return {"refused": reason.splitlines()[0][:200] if reason else repr(error)[:200]}
+class _Rendering:
+    """Renders one line of requests. Every conversation, and every beginning of one, has its own time."""
 
+    def __init__(self, line: bytes) -> None:
+        values = json.loads(line)
+        self._templates: list[str] = values["templates"]
+        self._tokens: dict[str, str] = values["tokens"]
+        self._seconds: float = values["seconds"]
+        self._work: list[list[Any]] = values["work"]
+        self._last = time.monotonic()
+        limit_processor_time(self._seconds)
 
-def _prefix_lengths(template: jinja2.Template, request: dict[str, Any], text: str) -> list[int | None]:
-    lengths: list[int | None] = []
-    last = time.monotonic()
-    for count, asks in request["prefixes"]:
-        if time.monotonic() - last > SIGN_OF_LIFE_S:  # every rendering has its own time
-            last = time.monotonic()
-            _write(b"\n")
-            limit_processor_time(request["seconds"])
+    def lines(self) -> Iterator[bytes]:
+        """The replies as lines, a new one whenever enough has come together."""
+        replies: list[dict[str, Any]] = []
+        held = 0
+        for request in self._work:
+            replies.append(self._answer(*request))
+            held += len(replies[-1].get("text", ""))
+            if held > REPLY_CHARS:
+                yield json.dumps(replies).encode()
+                replies, held = [], 0
+        if replies:
+            yield json.dumps(replies).encode()
+
+    def _answer(self, messages: list[Any], tools: Any, asks: bool, prefixes: list[Any], limit: int) -> dict[str, Any]:
+        """The reply to a request; whatever the template raises is in it."""
+        values = {**self._tokens, "tools": tools, "documents": None}
         try:
-            prefix = _render(template, request, count, asks)
+            template = compiled(self._templates[tools is not None])
+            text = self._render(template, {**values, "messages": messages, "add_generation_prompt": asks}, limit)
+            lengths: list[int | None] = []
+            for count, asks_there in prefixes:
+                beginning = {**values, "messages": messages[:count], "add_generation_prompt": asks_there}
+                lengths.append(self._length_of_prefix(template, beginning, limit, text))
+            return {"text": text, "lengths": lengths}
+        except MemoryError:
+            return {"over": "memory"}
+        except OutputOver:
+            return {"over": "output"}
+        except Exception as error:
+            reason = str(error).strip()
+            return {"refused": reason.splitlines()[0][:200] if reason else repr(error)[:200]}
+
+    def _length_of_prefix(self, template: jinja2.Template, values: dict[str, Any], limit: int, text: str) -> int | None:
+        try:
+            prefix = self._render(template, values, limit)
         except (MemoryError, OutputOver):
             raise
         except Exception:
-            lengths.append(None)
-        else:
-            lengths.append(len(prefix) if text.startswith(prefix) else None)
-    return lengths
+            return None
+        return len(prefix) if text.startswith(prefix) else None
 
-
-def _render(template: jinja2.Template, request: dict[str, Any], count: int, asks: bool) -> str:
-    """The text of the first `count` messages, counted while it grows. Raises whatever the template raises."""
-    room = request["limit"]
-    values = {
-        **request["tokens"],
-        "messages": request["messages"][:count],
-        "tools": request["tools"],
-        "documents": None,
-        "add_generation_prompt": asks,
-    }
-    chunks = []
-    for chunk in template.generate(**values):
-        room -= len(chunk)
-        if room < 0:
-            raise OutputOver
-        chunks.append(chunk)
-    return "".join(chunks)
+    def _render(self, template: jinja2.Template, values: dict[str, Any], room: int) -> str:
+        """The text, counted while it grows. Raises whatever the template raises."""
+        if time.monotonic() - self._last > SIGN_OF_LIFE_S:
+            self._last = time.monotonic()
+            _write(b"\n")
+            limit_processor_time(self._seconds)
+        chunks = []
+        for chunk in template.generate(values):
+            room -= len(chunk)
+            if room < 0:
+                raise OutputOver
+            chunks.append(chunk)
+        return "".join(chunks)
 
 
 def limit_memory(limit_bytes: int) -> None:
@@ -197,12 +215,10 @@ def main(memory_bytes: int) -> None:
     _write(b"{}\n")
     for line in sys.stdin.buffer:
         try:
-            request = json.loads(line)
-            limit_processor_time(request["seconds"])
-            reply = json.dumps(answer(request)).encode()
+            for reply in _Rendering(line).lines():
+                _write(reply + b"\n")
         except MemoryError:
-            reply = b'{"over": "memory"}'
-        _write(reply + b"\n")
+            _write(b'[{"over": "memory"}]\n')
     return None
 
 
