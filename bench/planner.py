@@ -1,6 +1,6 @@
 """How long the planner takes, for every model of the catalogue: python bench/planner.py [--json]
 
-It runs at every change in the form, so the goal is 50 ms for the slowest, without what earlier plans left in a cache.
+It runs at every change in the form, so the goal is 100 ms for the slowest, without what earlier plans left in a cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vramfit.planning.planner import forecast_run
 CARDS = ("RTX 3060", "RTX 4090", "A100 80GB")
 METHODS = ("full", "lora", "qlora")
 WORKLOAD = Workload(sequences=10_000, mean_tokens=700, longest_tokens=2048)
-GOAL_MS = 50.0
+GOAL_MS = 100.0
 
 
 def main() -> None:

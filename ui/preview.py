@@ -25,7 +25,8 @@ from vramfit.models.architecture import Architecture
 from vramfit.models.catalogue import architecture_of, may_be_hub_id
 from vramfit.places import cache_folder, is_file, is_folder, typed_path
 from vramfit.planning.plan import Forecast, Workload
-from vramfit.planning.planner import forecast_run, length_limit
+from vramfit.planning.planner import forecast_run
+from vramfit.planning.start import length_limit
 from vramfit.starter.corpus import corpus_workload
 
 PLAN_PREFIX: Final = "plan:"

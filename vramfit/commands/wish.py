@@ -15,7 +15,8 @@ from vramfit.hardware.devices import Machine, probe
 from vramfit.models.catalogue import architecture_of
 from vramfit.places import cache_folder, default_data_folder
 from vramfit.planning.plan import Forecast, Workload
-from vramfit.planning.planner import forecast_run, length_limit
+from vramfit.planning.planner import forecast_run
+from vramfit.planning.start import length_limit
 from vramfit.starter.corpus import corpus_workload
 from vramfit.yaml_text import YamlProblem, load_yaml
 

@@ -142,7 +142,7 @@ class Architecture:
     @cached_property
     def params(self) -> int:
         """All parameters, a tied head counted once."""
-        return self._outside_params + sum(self.params_of_block(layer) for layer in range(self.layers))
+        return self.outside_params + sum(self.params_of_block(layer) for layer in range(self.layers))
 
     @cached_property
     def active_params(self) -> int:
@@ -291,7 +291,7 @@ class Architecture:
         return block + qk * (2 if self.qk_norm_bias else 1) + latent + (self.heads if self.attn_sinks else 0)
 
     @property
-    def _outside_params(self) -> int:
+    def outside_params(self) -> int:
         """Everything that is not in a block."""
         hidden = self.hidden_size
         projections = 2 * hidden * self.embed_proj_dim if self.embed_proj_dim else 0

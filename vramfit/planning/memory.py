@@ -401,24 +401,29 @@ class _Work:
 
     def backward_phase(self, layer: int) -> PhaseMemory:
         """The worst moment of block `layer`'s backward."""
-        moments = (self._backward_moment(layer, moment) for moment in self.blocks[layer].backward)
-        return max(moments, key=lambda phase: phase.total_bytes)
-
-    def _backward_moment(self, layer: int, moment: Moment) -> PhaseMemory:
         block, plan = self.blocks[layer], self.plan
+        moment = max(block.backward, key=lambda moment: self._moving_at(layer, moment))
         again = layer < plan.recompute
         own_input = block.input * self.tokens if again or block.input_saved else 0.0
         output = self.stream if again and self.program.holds_output else 0.0
         casts = self.casts[layer] + (sum(self.casts[plan.recompute : layer]) if self.program.caches_casts else 0.0)
-        unpacked = 2.0 * moment.weights if plan.weight_format in QUANTISED and plan.lora_rank else 0.0
         return self.phase(
             f"backward of block {layer + 1}",
             gradients=self._gradients_at(layer, moment),
             kept=self.kept_before(layer) + own_input + self._held_inputs(layer),
             working=moment.per_token * self.tokens + output,
             weights=self.root + self.gathered(layer) + casts,
-            dequantised=unpacked,
+            dequantised=self._unpacked_at(moment),
         )
+
+    def _moving_at(self, layer: int, moment: Moment) -> float:
+        """What differs from moment to moment."""
+        return moment.per_token * self.tokens + self._gradients_at(layer, moment) + self._unpacked_at(moment)
+
+    def _unpacked_at(self, moment: Moment) -> float:
+        """The matrix in use, unpacked from a quantised base to 16 bits."""
+        quantised = self.plan.weight_format in QUANTISED and self.plan.lora_rank
+        return 2.0 * moment.weights if quantised else 0.0
 
     def _gradients_at(self, layer: int, moment: Moment) -> float:
         """Gradients there while an operation of block `layer` runs backward."""
@@ -522,9 +527,8 @@ def weight_bytes(architecture: Architecture, plan: Plan) -> float:
         return BYTES[plan.trained_format] * architecture.params
     if plan.weight_format not in QUANTISED:
         return BYTES[plan.weight_format] * architecture.params
-    outside = architecture.params - sum(architecture.params_of_block(layer) for layer in range(architecture.layers))
     blocks = sum(_by_kind(architecture, lambda layer: _block_weight_bytes(architecture, layer, plan)))
-    return BYTES[plan.compute] * outside + blocks
+    return BYTES[plan.compute] * architecture.outside_params + blocks
 
 
 def _block_weight_bytes(architecture: Architecture, layer: int, plan: Plan) -> float:

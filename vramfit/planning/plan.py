@@ -174,6 +174,23 @@ class SpeedEstimate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """Another way to do the run: what its best plan needs and how fast it would be, or why it does not fit.
+
+    `needs` is what this version's engine cannot do yet (empty: it could be run).
+    """
+
+    name: str
+    fits: bool
+    needs: tuple[str, ...]
+    device_bytes: int
+    host_bytes: int
+    step_seconds: float
+    tokens_per_s: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Forecast:
     """What the form shows beside Start, and what the child checks again before step 1."""
 
@@ -183,6 +200,7 @@ class Forecast:
     workload: Workload
     steps: int
     seconds: float
+    alternatives: tuple[Alternative, ...] = ()
 
     @property
     def fits(self) -> bool:

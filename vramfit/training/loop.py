@@ -27,7 +27,8 @@ from vramfit.models.export import export_run
 from vramfit.models.generate import generate
 from vramfit.models.load import check_weights, load_model, load_tokenizer, read_architecture
 from vramfit.planning.plan import Forecast, Plan
-from vramfit.planning.planner import forecast_run, length_limit
+from vramfit.planning.planner import forecast_run
+from vramfit.planning.start import length_limit
 from vramfit.training import checkpoint
 from vramfit.training.metrics import (
     Evaluation,

@@ -18,7 +18,8 @@ from vramfit.hardware.devices import Device, Machine
 from vramfit.models import catalogue
 from vramfit.models.architecture import Architecture
 from vramfit.planning.plan import Forecast, Workload
-from vramfit.planning.planner import forecast_run, length_limit, total_steps
+from vramfit.planning.planner import forecast_run, total_steps
+from vramfit.planning.start import length_limit
 from vramfit.starter import shape
 from vramfit.starter.corpus import corpus_workload
 from vramfit.starter.recipe import starter_run

@@ -1,0 +1,59 @@
+"""What an engine can do: ours today, and all that is designed. The planner plans within one of them.
+
+A run is planned within `ENGINE`. To say what a card could train, `DESIGNED` is planned too, and `missing` names what
+this version cannot do yet, so that nothing is promised that does not start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from vramfit.planning.plan import Plan, ShardingKind, Tier
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abilities:
+    """Where an engine can put weights, optimizer states and the inputs of recomputed blocks, in how many bits it keeps
+    states, and how it shares a run among cards."""
+
+    weights: tuple[Tier, ...]
+    optimizer: tuple[Tier, ...]
+    inputs: tuple[Tier, ...]
+    optimizer_bits: tuple[int, ...]
+    sharding: tuple[ShardingKind, ...]
+
+
+ENGINE: Final = Abilities(
+    weights=("device",), optimizer=("device",), inputs=("device",), optimizer_bits=(32,), sharding=("none",)
+)
+"""The engine of this version."""
+
+DESIGNED: Final = Abilities(
+    weights=("device", "host", "disk"),
+    optimizer=("device", "host", "disk"),
+    inputs=("device", "host"),
+    optimizer_bits=(32, 8),
+    sharding=("none", "ddp", "fsdp"),
+)
+"""What the design holds."""
+
+
+def missing(plan: Plan, abilities: Abilities = ENGINE) -> tuple[str, ...]:
+    """What of `plan` is beyond `abilities`, as words for "needs ...": empty when it can be run."""
+    return tuple(_missing(plan, abilities))
+
+
+def _missing(plan: Plan, abilities: Abilities) -> Iterator[str]:
+    places = {"host": "RAM", "disk": "disk", "device": "the device"}
+    if plan.weights_tier not in abilities.weights:
+        yield f"streaming from {places[plan.weights_tier]}"
+    if plan.optimizer_tier not in abilities.optimizer:
+        yield f"an optimizer in {places[plan.optimizer_tier]}"
+    if plan.input_tier not in abilities.inputs:
+        yield f"activations in {places[plan.input_tier]}"
+    if plan.optimizer_bits not in abilities.optimizer_bits:
+        yield f"{plan.optimizer_bits}-bit optimizer states"
+    if plan.sharding not in abilities.sharding:
+        yield f"several cards ({plan.sharding.upper()})"

@@ -1,0 +1,255 @@
+"""The search for the fastest plan that fits: families of plans, and in each as much speed as memory allows.
+
+A family is a way to make a run fit (a low-bit optimizer, states in RAM, streaming, several cards). Inside one, memory
+grows with the micro-batch and falls with every block that is recomputed or streamed, so the best is found by halving.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final, Literal
+
+from vramfit.config import RunConfig
+from vramfit.hardware.devices import Device, Machine
+from vramfit.models.architecture import Architecture
+from vramfit.planning.abilities import DESIGNED, ENGINE, Abilities, missing
+from vramfit.planning.memory import estimate_memory
+from vramfit.planning.plan import MemoryEstimate, Plan, SpeedEstimate, Workload
+from vramfit.planning.speed import estimate_speed
+from vramfit.planning.start import Start, sequences_of_step, start
+
+_MOST_TOKENS_PER_PASS: Final = 2**17
+_NEARLY_AS_FAST: Final = 1.02
+
+FamilyName = Literal[
+    "on the card",
+    "8-bit optimizer",
+    "block inputs in RAM",
+    "optimizer in RAM",
+    "streaming from RAM",
+    "streaming from disk",
+    "shared by the cards (DDP)",
+    "split among the cards (FSDP)",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A way to make a run fit, as what it changes in a plan."""
+
+    name: FamilyName
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def streams(self) -> bool:
+        return "weights_tier" in self.changes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A plan of a family with its two estimates, and the RAM it may take."""
+
+    family: Family
+    plan: Plan
+    memory: MemoryEstimate
+    speed: SpeedEstimate
+    ram_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.device_bytes <= self.plan.budget_bytes and self.fits_ram
+
+    @property
+    def fits_ram(self) -> bool:
+        """RAM that others use may become free; what is not there does not."""
+        return self.plan.device == "cpu" or self.memory.host_bytes <= self.ram_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """One wish on one device, or on all cards of its kind, within what an engine can do."""
+
+    config: RunConfig
+    architecture: Architecture
+    machine: Machine
+    device: Device
+    workload: Workload
+    start: Start
+    abilities: Abilities
+    _known: dict[FamilyName, Candidate] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig,
+        architecture: Architecture,
+        machine: Machine,
+        workload: Workload,
+        *,
+        abilities: Abilities = ENGINE,
+    ) -> Search:
+        """Raises ConfigError and HardwareError for a wish that this machine or model cannot honour."""
+        device = machine.device(config.device)
+        return cls(
+            config=config,
+            architecture=architecture,
+            machine=machine,
+            device=device,
+            workload=workload,
+            start=start(config, architecture, device, workload),
+            abilities=abilities,
+        )
+
+    @cached_property
+    def designed(self) -> Search:
+        """The same search with everything that is designed."""
+        return self if self.abilities == DESIGNED else dataclasses.replace(self, abilities=DESIGNED)
+
+    @cached_property
+    def sequences(self) -> int:
+        return sequences_of_step(self.config, self.workload)
+
+    @property
+    def cards(self) -> int:
+        """Cards that can share the run: all of the device's name."""
+        return sum(device.name == self.device.name and device.kind != "cpu" for device in self.machine.devices)
+
+    # --- families ----------------------------------------------------------------------------------------------------
+
+    def families(self) -> list[Family]:
+        """Those within the abilities, the plainest first."""
+        return [family for family in self._families() if not missing(self._plan(family, 1), self.abilities)]
+
+    def _families(self) -> Iterator[Family]:
+        yield Family(name="on the card")
+        if self.device.kind == "cpu":
+            yield Family(name="streaming from disk", changes={"weights_tier": "disk"})
+            return
+        keep = self.config.memory.activations == "keep"
+        trains_all = not self.start.plan.lora_rank
+        if trains_all:
+            yield Family(name="8-bit optimizer", changes={"optimizer_bits": 8})
+        if not keep:
+            yield Family(name="block inputs in RAM", changes={"input_tier": "host"})
+        if trains_all:
+            yield Family(name="optimizer in RAM", changes={"optimizer_tier": "host"})
+        if self.cards > 1:
+            yield Family(name="shared by the cards (DDP)", changes={"cards": self.cards, "sharding": "ddp"})
+            yield Family(name="split among the cards (FSDP)", changes={"cards": self.cards, "sharding": "fsdp"})
+        if not keep:
+            states = {"optimizer_tier": "host"} if trains_all else {}
+            yield Family(name="streaming from RAM", changes={"weights_tier": "host", "input_tier": "host", **states})
+            states = {"optimizer_tier": "disk"} if trains_all else {}
+            yield Family(name="streaming from disk", changes={"weights_tier": "disk", "input_tier": "host", **states})
+
+    # --- candidates --------------------------------------------------------------------------------------------------
+
+    def _plan(self, family: Family, micro_batch: int, **changes: int) -> Plan:
+        cards = family.changes.get("cards", 1)
+        return dataclasses.replace(
+            self.start.plan,
+            micro_batch=micro_batch,
+            accumulation=math.ceil(self.sequences / (micro_batch * cards)),
+            **{**family.changes, **changes},
+        )
+
+    def candidate(self, family: Family, micro_batch: int, **changes: int) -> Candidate:
+        """A plan of `family` with its estimates; `changes` are recompute and resident_blocks."""
+        plan = self._plan(family, micro_batch, **changes)
+        memory = estimate_memory(
+            self.architecture, plan, self.workload, keep_checkpoints=self.config.output.keep_checkpoints
+        )
+        speed = estimate_speed(self.architecture, plan, self.device, self.workload, sequences_per_step=self.sequences)
+        return Candidate(family=family, plan=plan, memory=memory, speed=speed, ram_bytes=self.machine.ram_bytes)
+
+    @cached_property
+    def bests(self) -> tuple[Candidate, ...]:
+        """Of each family the best that fits, or the least it can do with."""
+        return tuple(self._best_of(family) for family in self.families())
+
+    def _best_of(self, family: Family) -> Candidate:
+        if family.name not in self._known:  # shared with the same search of other abilities
+            self._known[family.name] = quickest(self.fitting(family)) or self.least(family)
+        return self._known[family.name]
+
+    def best(self) -> Candidate | None:
+        """The fastest that fits of all families; of those nearly as fast, the one that needs least."""
+        return quickest([candidate for candidate in self.bests if candidate.fits])
+
+    def fitting(self, family: Family) -> list[Candidate]:
+        """For each micro-batch size the quickest of `family` that fits it. Larger sizes stop where nothing fits."""
+        found = []
+        for size in self.micro_batches(family):
+            one = self._most_resident(family, size) if family.streams else self._fewest_recomputed(family, size)
+            if one is None:
+                break
+            found.append(one)
+        return found
+
+    def _fewest_recomputed(self, family: Family, size: int) -> Candidate | None:
+        """Recompute costs time, so as little as fits: none, else halve the distance to all."""
+        layers, wish = self.architecture.layers, self.config.memory.activations
+        in_ram = "input_tier" in family.changes  # where nothing is recomputed no input waits anywhere
+        if wish != "auto" or in_ram:
+            only = self.candidate(family, size, recompute=0 if wish == "keep" else layers)
+            return only if only.fits else None
+        none = self.candidate(family, size, recompute=0)
+        if none.fits:
+            return none
+        best, low, high = self.candidate(family, size, recompute=layers), 0, layers
+        if not best.fits:
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            tried = self.candidate(family, size, recompute=middle)
+            if tried.fits:
+                best, high = tried, middle
+            else:
+                low = middle
+        return best
+
+    def _most_resident(self, family: Family, size: int) -> Candidate | None:
+        """Every block that stays on the device need not be brought, so as many as fit: memory is linear in them."""
+        layers = self.architecture.layers
+        none = self.candidate(family, size, recompute=layers, resident_blocks=0)
+        if not none.fits:
+            return None
+        left = none.plan.budget_bytes - none.memory.device_bytes
+        each = (self.candidate(family, size, recompute=layers, resident_blocks=1).memory.device_bytes) - (
+            none.memory.device_bytes
+        )
+        for count in (min(layers, int(left // each) if each > 0 else layers), 0):
+            tried = self.candidate(family, size, recompute=layers, resident_blocks=count)
+            if tried.fits:
+                return tried
+        return none
+
+    def micro_batches(self, family: Family) -> list[int]:
+        """Sizes to try, small to large: those that cut a card's share of the step evenly, or as evenly as can be."""
+        share = math.ceil(self.sequences / family.changes.get("cards", 1))
+        if self.config.memory.micro_batch != "auto":
+            return [min(self.config.memory.micro_batch, share)]
+        most = max(1, min(share, _MOST_TOKENS_PER_PASS // max(1, self.start.plan.max_length)))
+        wanted = {1 << power for power in range(most.bit_length())} | {most}
+        even = {math.ceil(share / math.ceil(share / size)) for size in wanted}
+        return sorted(size for size in even if size <= most)
+
+    def least(self, family: Family | None = None) -> Candidate:
+        """What needs the least memory: the smallest micro-batch, all blocks recomputed unless kept by wish."""
+        chosen = family or self.families()[0]
+        keep = self.config.memory.activations == "keep"
+        recompute = 0 if keep else self.architecture.layers
+        return self.candidate(chosen, self.micro_batches(chosen)[0], recompute=recompute)
+
+
+def quickest(fitting: list[Candidate]) -> Candidate | None:
+    """The fastest; of those nearly as fast, the one that needs least of the device."""
+    if not fitting:
+        return None
+    fastest = min(candidate.speed.step_seconds for candidate in fitting)
+    quick = [candidate for candidate in fitting if candidate.speed.step_seconds <= fastest * _NEARLY_AS_FAST]
+    return min(quick, key=lambda candidate: candidate.memory.device_bytes)

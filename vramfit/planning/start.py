@@ -1,0 +1,182 @@
+"""Where the search for a plan starts: every decision that does not depend on how much memory there is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from vramfit.config import Precision, RunConfig
+from vramfit.errors import ConfigError, Problem
+from vramfit.hardware.devices import Device
+from vramfit.models.architecture import Architecture
+from vramfit.planning.plan import Plan, WeightFormat, Workload
+from vramfit.units import GIB, MIB, format_bytes
+
+USUAL_LENGTH: Final = 2048
+"""Tokens a sequence may have when nobody says: long enough for nearly all conversations, short enough for any card."""
+
+_CHUNK_ENTRIES: Final = 2**24  # logits alive at once: 64 MiB in fp32
+_ROUND_LENGTH: Final = 8
+
+Loss = Literal["fused", "chunked", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The plan with one sequence at a time and every block recomputed, and why its budget is what it is."""
+
+    plan: Plan
+    budget_reason: str
+
+
+def start(config: RunConfig, architecture: Architecture, device: Device, workload: Workload) -> Start:
+    """The decisions that stand alone. Raises ConfigError for a wish this device or model cannot honour."""
+    compute = compute_format(config, device)
+    budget, budget_reason = _budget(config, device)
+    loss = _loss(config, architecture)
+    plan = Plan(
+        method=config.method,
+        device=device.torch_device,
+        budget_bytes=budget,
+        compute=compute,
+        weight_format=_weight_format(config, compute),
+        max_length=_max_length(config, architecture, workload),
+        micro_batch=1,
+        accumulation=sequences_of_step(config, workload),
+        recompute=architecture.layers,
+        loss=loss,
+        loss_chunk_tokens=0 if loss == "full" else chunk_tokens(architecture.vocab_size),
+        packing=workload.packed or config.data.packing is True,
+        lora_rank=config.adapter.rank if config.trains_adapter else 0,
+        lora_targets=_targets(config),
+        lora_dropout=config.adapter.dropout if config.trains_adapter else 0.0,
+    )
+    _check_targets(architecture, plan)
+    return Start(plan=plan, budget_reason=budget_reason)
+
+
+def length_limit(config: RunConfig, architecture: Architecture) -> int:
+    """Tokens a sequence may have before the data is known: the wish, or the model's positions, at most 2,048.
+
+    Raises ConfigError when the wish is more than a table of learned positions has.
+    """
+    if config.data.max_length == "auto":
+        return min(architecture.max_position, USUAL_LENGTH)
+    if architecture.position == "learned" and config.data.max_length > architecture.max_position:
+        raise refused(
+            "data.max_length",
+            f"{config.data.max_length} tokens are more than the {architecture.max_position} positions of "
+            f"{architecture.name}",
+            f"Set it to {architecture.max_position} or less.",
+        )
+    return config.data.max_length
+
+
+def chunk_tokens(vocab_size: int) -> int:
+    """Rows of logits alive at once: a power of two, about 64 MiB in fp32, at least 16."""
+    rows = max(16, _CHUNK_ENTRIES // vocab_size)
+    return 1 << (rows.bit_length() - 1)
+
+
+def refused(field: str, what: str, remedy: str) -> ConfigError:
+    """A wish that cannot be honoured, as the form shows it."""
+    return ConfigError([Problem(field=field, what=what, remedy=remedy)])
+
+
+def sequences_of_step(config: RunConfig, workload: Workload) -> int:
+    """Sequences of a whole step: an epoch that has fewer is one step of them."""
+    return min(config.schedule.sequences_per_step, max(1, workload.sequences))
+
+
+def compute_format(config: RunConfig, device: Device) -> Precision:
+    wish = config.memory.precision
+    if wish == "auto":
+        if device.kind == "cpu":
+            return "fp32"
+        return "bf16" if device.bf16 else ("fp16" if device.fp16 else "fp32")
+    supported = {"fp32": True, "bf16": device.bf16, "fp16": device.fp16}[wish]
+    if device.kind != "cpu" and not supported:
+        raise refused("memory.precision", f"{device.name} cannot compute in {wish}", "Set the precision to auto.")
+    return wish
+
+
+def _budget(config: RunConfig, device: Device) -> tuple[int, str]:
+    """Bytes the run may use, and why: what is free less a reserve, or the wish as far as it is free."""
+    reserve = _reserve(device)
+    free = max(0, device.free_bytes - reserve)
+    place = "RAM" if device.kind == "cpu" else f"{device.name}'s memory"
+    there = (
+        f"{format_bytes(device.free_bytes)} of {place} are free, less {format_bytes(reserve)} kept in reserve for "
+        "everything else that runs"
+    )
+    if config.memory.budget_gib == "auto":
+        return free, there
+    wish = int(config.memory.budget_gib * GIB)
+    if wish > device.memory_bytes:
+        raise refused(
+            "memory.budget_gib",
+            f"A budget of {format_bytes(wish)} is more than the {format_bytes(device.memory_bytes)} that {device.name} "
+            "has",
+            "Set it to auto or to less.",
+        )
+    if wish > device.free_bytes:
+        return free, f"You asked for {format_bytes(wish)}, but only {there}"
+    return wish, "You set it"
+
+
+def _reserve(device: Device) -> int:
+    """RAM is shared with the whole machine; a card with the desktop, whose needs change while a run is on."""
+    if device.kind == "cpu":
+        return int(max(1 * GIB, 0.1 * device.memory_bytes))
+    return int(max(256 * MIB, 0.02 * device.memory_bytes))
+
+
+def _weight_format(config: RunConfig, compute: Precision) -> WeightFormat:
+    """Trained weights are fp32. A frozen base is stored as it is computed with, or in 4 bits for QLoRA."""
+    if config.method in ("pretrain", "full"):
+        return "fp32"
+    return "nf4" if config.method == "qlora" else compute
+
+
+def _max_length(config: RunConfig, architecture: Architecture, workload: Workload) -> int:
+    """What the data needs, rounded up to eighths, within what is allowed; a wish is kept as it is."""
+    limit = length_limit(config, architecture)
+    if config.data.max_length != "auto":
+        return limit
+    needed = math.ceil(workload.longest_tokens / _ROUND_LENGTH) * _ROUND_LENGTH
+    return max(_ROUND_LENGTH, min(limit, needed))
+
+
+def _loss(config: RunConfig, architecture: Architecture) -> Loss:
+    wish = config.memory.loss
+    if not architecture.plain_logits:
+        if wish in ("fused", "chunked"):
+            raise refused(
+                "memory.loss",
+                f"{architecture.name} ({architecture.family}) changes its logits after the head, so a {wish} loss "
+                "would compute something else",
+                "Set the loss to auto or full.",
+            )
+        return "full"
+    return "chunked" if wish == "auto" else wish
+
+
+def _targets(config: RunConfig) -> tuple[str, ...]:
+    if not config.trains_adapter:
+        return ()
+    return ("all-linear",) if config.adapter.targets == "all-linear" else config.adapter.targets
+
+
+def _check_targets(architecture: Architecture, base: Plan) -> None:
+    """Adapter targets are module names or their endings; each that matches nothing is refused."""
+    if not base.lora_rank or base.lora_targets == ("all-linear",):
+        return
+    names = {linear.name for layer in range(architecture.layers) for linear in architecture.linears(layer)}
+    wrong = [name for name in base.lora_targets if name.rpartition(".")[2] not in names]
+    if wrong or not base.lora_targets:
+        raise refused(
+            "adapter.targets",
+            f"{', '.join(wrong) or 'An empty list'} matches 0 of the linear layers of {architecture.name}'s blocks",
+            f"Choose all-linear, or from: {', '.join(sorted(names))}.",
+        )
