@@ -20,5 +20,10 @@ def run(options: argparse.Namespace) -> None:
     for choice in forecast.plan.reasons:
         chosen_by = "you" if choice.fixed else "auto"
         print(f"{choice.setting:<20} {choice.value:<16} ({chosen_by}) {choice.reason}")
+    if forecast.alternatives:
+        print("\nOther ways")
+    for other in forecast.alternatives:
+        later = f" Not in this version: {', '.join(other.needs)}." if other.needs else ""
+        print(f"  {other.name:<28} {other.reason}.{later}")
     print()
     print(describe(forecast))

@@ -21,6 +21,8 @@ from vramfit.starter.corpus import corpus_workload
 from vramfit.yaml_text import YamlProblem, load_yaml
 
 MAX_RAM_GIB: Final = 1_048_576
+MAX_CARDS: Final = 1024
+MAX_LENGTH: Final = 16_777_216
 ASSUMED_SEQUENCES: Final = 1000
 
 _SHORT_FLAGS = {
@@ -52,9 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SETTING=VALUE",
         help="any other setting by its dotted name, such as memory.loss=chunked",
     )
-    parser.add_argument("--card", help="plan for this card of the catalogue instead of this machine")
-    parser.add_argument("--ram-gib", type=float, help="RAM of that machine, in GiB")
+    add_machine_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that name a machine which need not be here."""
+    parser.add_argument("--card", help="plan for this card of the catalogue instead of this machine")
+    parser.add_argument("--cards", type=int, default=1, help="how many of that card the machine has")
+    parser.add_argument("--ram-gib", type=float, help="RAM of that machine, in GiB")
 
 
 def forecast_from(options: argparse.Namespace) -> Forecast:
@@ -104,6 +112,13 @@ def _assigned(assignment: str) -> tuple[str, Any]:
     return setting, parsed
 
 
+def check_length(length: int) -> None:
+    """Raises ConfigError for a number of tokens no sequence can have."""
+    if not 1 <= length <= MAX_LENGTH:
+        what = f"--length is {length}, it must be 1 to {MAX_LENGTH:,}"
+        raise ConfigError([Problem(field="", what=what, remedy="Give tokens, such as 2048.")])
+
+
 def machine_from(options: argparse.Namespace) -> Machine:
     """This machine, or one with the card that was named. Raises HardwareError."""
     if options.ram_gib is not None and not (math.isfinite(options.ram_gib) and 0 < options.ram_gib <= MAX_RAM_GIB):
@@ -113,8 +128,12 @@ def machine_from(options: argparse.Namespace) -> Machine:
         )
     if options.ram_gib is not None and options.card is None:
         raise HardwareError("--ram-gib is for a machine that is not here", "Name its card with --card as well.")
+    if not 1 <= options.cards <= MAX_CARDS:
+        raise HardwareError(f"--cards is {options.cards}, it must be 1 to {MAX_CARDS}", "Give a number such as 8.")
+    if options.cards > 1 and options.card is None:
+        raise HardwareError("--cards is for a machine that is not here", "Name its card with --card as well.")
     if options.card is not None:
-        return cards.machine_with(cards.get(options.card), ram_gib=options.ram_gib)
+        return cards.machine_with(cards.get(options.card), count=options.cards, ram_gib=options.ram_gib)
     return probe(default_data_folder())
 
 

@@ -120,8 +120,10 @@ def estimate_memory(
         device_bytes=device,
         low_bytes=int(peak.total_bytes - spread * peak.total_bytes - (0 if workload.exact else 0.3 * moving)),
         high_bytes=int(peak.total_bytes * (1 + spread)),
-        host_bytes=device if on_cpu else int(3 * GIB + work.weights / 8 + work.host_states),
-        disk_bytes=_disk_bytes(architecture, plan, work.trained, keep_checkpoints),
+        host_bytes=device if on_cpu else int(3 * GIB + work.weights / 8 + work.host_states + work.waiting),
+        disk_bytes=int(_disk_bytes(architecture, plan, work.trained, keep_checkpoints) + work.disk_states),
+        written_per_step_bytes=int(work.written_per_step),
+        written_per_checkpoint_bytes=12 * work.trained,
     )
 
 
@@ -206,14 +208,26 @@ class _Work:
             return 0.0 if self.streams else whole / self.plan.cards
         if not self.streams:
             return whole
-        blocks = self.block_bytes
-        stay = sum(sorted(blocks, reverse=True)[: self.plan.resident_blocks])
-        return whole - sum(blocks) + stay
+        # The embedding is looked up where it lives; the head stays, whole.
+        stay = sum(sorted(self.block_bytes, reverse=True)[: self.plan.resident_blocks])
+        return stay + self._stored_outside * self.architecture.head_params
+
+    @property
+    def _stored_outside(self) -> float:
+        """Bytes per weight outside the blocks."""
+        if not self.plan.lora_rank:
+            return BYTES[self.plan.trained_format]
+        return BYTES[self.plan.compute if self.plan.weight_format in QUANTISED else self.plan.weight_format]
 
     @cached_property
     def block_bytes(self) -> tuple[float, ...]:
         """Stored bytes of each block."""
         return _by_kind(self.architecture, lambda layer: _block_weight_bytes(self.architecture, layer, self.plan))
+
+    @property
+    def caches_casts(self) -> bool:
+        """Whether 16-bit copies of all weights stay until forward ends: not where blocks only visit."""
+        return self.program.caches_casts and not self.streams
 
     @property
     def slots(self) -> float:
@@ -235,7 +249,8 @@ class _Work:
     def optimizer_states(self) -> float:
         """All states of all cards' parameters, and the fp32 copy of 16-bit weights."""
         each = STATES[self.plan.optimizer] * STATE_BYTES[self.plan.optimizer_bits]
-        return (each + self.program.master) * self.trained
+        apart = self.plan.optimizer_tier != "device" and self.weight < 4
+        return (each + (self.program.host_master if apart else self.program.master)) * self.trained
 
     @property
     def optimizer_share(self) -> float:
@@ -249,7 +264,20 @@ class _Work:
     def host_states(self) -> float:
         """What lives in RAM: states, and the blocks that stream."""
         states = self.optimizer_states if self.plan.optimizer_tier == "host" else 0.0
-        return states + (sum(self.block_bytes) if self.plan.weights_tier == "host" else 0.0)
+        return states + (weight_bytes(self.architecture, self.plan) if self.plan.weights_tier == "host" else 0.0)
+
+    @property
+    def disk_states(self) -> float:
+        """What a run reads from disk, or writes there, in every step."""
+        states = self.optimizer_states if self.plan.optimizer_tier == "disk" else 0.0
+        return states + (weight_bytes(self.architecture, self.plan) if self.plan.weights_tier == "disk" else 0.0)
+
+    @property
+    def written_per_step(self) -> float:
+        """Bytes a step writes to disk: states that live there, and weights that train there. Frozen ones are read."""
+        states = self.optimizer_states if self.plan.optimizer_tier == "disk" else 0.0
+        trains_there = self.plan.weights_tier == "disk" and not self.plan.lora_rank
+        return states + (weight_bytes(self.architecture, self.plan) if trains_there else 0.0)
 
     @property
     def states(self) -> float:
@@ -345,6 +373,14 @@ class _Work:
         return sum(self._kept[:layer]) + elsewhere
 
     @property
+    def waiting(self) -> float:
+        """Inputs of recomputed blocks that wait in RAM, of all micro-batches of the step while blocks stream."""
+        if self.plan.input_tier == "device":
+            return 0.0
+        passes = self.plan.accumulation if self.streams else 1
+        return passes * self.plan.recompute * self.stream
+
+    @property
     def final_norm(self) -> float:
         """After the blocks: the last hidden state, its normalised copy, and what the norm keeps."""
         if self.architecture.norm != "rmsnorm" or self.formats.kernels.norm != "python":
@@ -355,7 +391,7 @@ class _Work:
         return 2 * self.stream + normal + copy
 
     def loss_phase(self) -> PhaseMemory:
-        casts = sum(self.casts) if self.program.caches_casts else 0.0
+        casts = sum(self.casts) if self.caches_casts else 0.0
         logits, gradients = self.logits()
         return self.phase(
             "loss",
@@ -406,7 +442,7 @@ class _Work:
         again = layer < plan.recompute
         own_input = block.input * self.tokens if again or block.input_saved else 0.0
         output = self.stream if again and self.program.holds_output else 0.0
-        casts = self.casts[layer] + (sum(self.casts[plan.recompute : layer]) if self.program.caches_casts else 0.0)
+        casts = self.casts[layer] + (sum(self.casts[plan.recompute : layer]) if self.caches_casts else 0.0)
         return self.phase(
             f"backward of block {layer + 1}",
             gradients=self._gradients_at(layer, moment),
@@ -480,7 +516,7 @@ class _Work:
             "evaluation",
             working=max(working, 2 * self.stream),
             logits=min(8.0, self.program.logits["full"]) * rows * vocab,
-            weights=(sum(self.casts) if self.program.caches_casts else max(self.casts)) + self.head_cast + self.root,
+            weights=(sum(self.casts) if self.caches_casts else max(self.casts)) + self.head_cast + self.root,
         )
 
 

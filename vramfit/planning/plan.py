@@ -135,7 +135,7 @@ class MemoryEstimate:
 
     `peak_bytes` is allocated (tensors); `device_bytes` adds what the driver and allocator take, and is what must fit
     the budget; `low_bytes` to `high_bytes` is where the measured allocated peak is expected. `host_bytes` and
-    `disk_bytes` are what the run takes from RAM and disk.
+    `disk_bytes` are what the run takes from RAM and disk; the written bytes are what wears a drive.
     """
 
     phases: tuple[PhaseMemory, ...]
@@ -144,6 +144,8 @@ class MemoryEstimate:
     high_bytes: int
     host_bytes: int
     disk_bytes: int
+    written_per_step_bytes: int = 0
+    written_per_checkpoint_bytes: int = 0
 
     @property
     def peak(self) -> PhaseMemory:

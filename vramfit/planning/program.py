@@ -64,7 +64,7 @@ class Program:
     """Facts of a program that trains. Bytes per trained parameter unless the name says otherwise.
 
     `gradient` of a weight that trains, None: of the weight's own format. `master` is a separate fp32 copy of 16-bit
-    weights. `step_temporary` is what the optimizer step makes beside the states, in units of the trained weights
+    weights, `host_master` one that is kept only where the states live in RAM or on disk. `step_temporary` is what the optimizer step makes beside the states, in units of the trained weights
     (foreach AdamW: 1, fused kernels: 0). `frees_gradients`: they are gone before the next forward.
 
     `autocast`: matrix products cast what they are given; `caches_casts`: 16-bit copies of all weights stay until
@@ -82,6 +82,7 @@ class Program:
     sharding: Sharding = PLAIN_SHARDING
     gradient: float | None = None
     master: float = 0.0
+    host_master: float = 0.0
     step_temporary: float = 1.0
     frees_gradients: bool = True
     autocast: bool = True
@@ -99,7 +100,7 @@ class Program:
 
 OURS: Final = Program(
     name="vramfit",
-    gradient=4.0,
+    host_master=4.0,
     step_temporary=0.0,
     caches_casts=True,
     # full: log-softmax 4, the gradient of the picked entries 4, the gradient of the logits 4. chunked: logits 4 and a

@@ -26,7 +26,7 @@ _MOST_TOKENS_PER_PASS: Final = 2**17
 _NEARLY_AS_FAST: Final = 1.02
 
 FamilyName = Literal[
-    "on the card",
+    "on the device",
     "8-bit optimizer",
     "block inputs in RAM",
     "optimizer in RAM",
@@ -125,7 +125,7 @@ class Search:
         return [family for family in self._families() if not missing(self._plan(family, 1), self.abilities)]
 
     def _families(self) -> Iterator[Family]:
-        yield Family(name="on the card")
+        yield Family(name="on the device")
         if self.device.kind == "cpu":
             yield Family(name="streaming from disk", changes={"weights_tier": "disk"})
             return
@@ -141,9 +141,11 @@ class Search:
             yield Family(name="shared by the cards (DDP)", changes={"cards": self.cards, "sharding": "ddp"})
             yield Family(name="split among the cards (FSDP)", changes={"cards": self.cards, "sharding": "fsdp"})
         if not keep:
-            states = {"optimizer_tier": "host"} if trains_all else {}
+            # Blocks visit in 16 bits; the fp32 weights stay with the states.
+            visit = {"trained_format": "bf16" if self.device.bf16 else "fp32"}
+            states = {"optimizer_tier": "host", **visit} if trains_all else {}
             yield Family(name="streaming from RAM", changes={"weights_tier": "host", "input_tier": "host", **states})
-            states = {"optimizer_tier": "disk"} if trains_all else {}
+            states = {"optimizer_tier": "disk", **visit} if trains_all else {}
             yield Family(name="streaming from disk", changes={"weights_tier": "disk", "input_tier": "host", **states})
 
     # --- candidates --------------------------------------------------------------------------------------------------

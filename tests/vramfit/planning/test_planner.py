@@ -17,8 +17,10 @@ from vramfit.hardware.catalogue import machine_with
 from vramfit.hardware.devices import Device, Machine
 from vramfit.models import catalogue
 from vramfit.models.architecture import Architecture
+from vramfit.planning.abilities import DESIGNED
 from vramfit.planning.plan import Forecast, Workload
 from vramfit.planning.planner import forecast_run, total_steps
+from vramfit.planning.search import Search
 from vramfit.planning.start import length_limit
 from vramfit.starter import shape
 from vramfit.starter.corpus import corpus_workload
@@ -300,3 +302,63 @@ def test_a_small_step_is_not_cut_where_the_passes_cost_more_than_the_padding_the
 def test_planning_imports_no_torch() -> None:
     code = "import vramfit.planning.planner, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_other_ways_are_told_with_what_this_version_lacks() -> None:
+    found = forecast(wish(), of="meta-llama/Meta-Llama-3-8B")
+    names = [other.name for other in found.alternatives]
+
+    assert "streaming from RAM" in names
+    assert all(other.needs for other in found.alternatives)  # this version has one way
+    assert all(other.reason for other in found.alternatives)
+    fitting = [other.step_seconds for other in found.alternatives if other.fits]
+    assert fitting == sorted(fitting)
+
+
+def test_what_this_version_lacks_is_never_chosen() -> None:
+    """A full 8B fits 24 GiB only by streaming; a run is refused, a plan within the design is not."""
+    machine = machine_with("RTX 4090", ram_gib=256)
+    with pytest.raises(WontFit) as refusal:
+        forecast_run(wish("full"), architecture=model("meta-llama/Meta-Llama-3-8B"), machine=machine, workload=LONG)
+    designed = forecast_run(
+        wish("full"),
+        architecture=model("meta-llama/Meta-Llama-3-8B"),
+        machine=machine,
+        workload=LONG,
+        abilities=DESIGNED,
+    )
+
+    assert designed.fits
+    assert designed.plan.weights_tier == "host"
+    assert (
+        any("not in this version" in sentence for sentence in refusal.value.suggestions)
+        or designed.memory.host_bytes > 64 * GIB
+    )
+    assert any(sentence.startswith("On a") for sentence in refusal.value.suggestions)
+
+
+def test_several_cards_are_planned_together_within_the_design() -> None:
+    machine = machine_with("A100 80GB", count=4, ram_gib=512)
+    found = forecast_run(
+        wish("full"),
+        architecture=model("meta-llama/Meta-Llama-3-8B"),
+        machine=machine,
+        workload=LONG,
+        abilities=DESIGNED,
+    )
+
+    assert found.plan.cards == 4
+    assert found.plan.micro_batch * found.plan.accumulation * 4 >= 16
+    assert any(choice.setting == "cards" for choice in found.plan.reasons)
+
+
+def test_streaming_keeps_as_many_blocks_as_fit() -> None:
+    def resident(gib: float) -> int:
+        config = wish("qlora", memory={"budget_gib": gib})
+        found = Search.of(config, model("meta-llama/Meta-Llama-3-70B"), machine_with("RTX 4090", ram_gib=128), LONG)
+        family = next(family for family in found.designed.families() if family.name == "streaming from RAM")
+        best = found.fitting(family)[0]
+        assert best.memory.device_bytes <= gib * GIB
+        return best.plan.resident_blocks
+
+    assert resident(12) < resident(16) < resident(22)

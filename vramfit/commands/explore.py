@@ -1,0 +1,97 @@
+"""python -m vramfit explore: what a card could train, one model on all cards, memory against length, presets."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from vramfit.commands import wish
+from vramfit.config import ModelChoice
+from vramfit.models import catalogue
+from vramfit.models.architecture import Architecture
+from vramfit.models.catalogue import architecture_of
+from vramfit.planning.explore import METHODS, Outcome, across_cards, heat_map, over_lengths
+from vramfit.planning.presets import GOALS, LADDER, Preset, preset
+from vramfit.units import format_bytes, format_count, format_duration
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """A machine, and what to look at: the heat map of the ladder's models when nothing else is said."""
+    wish.add_machine_arguments(parser)
+    parser.add_argument("--model", action="append", help="a model id, a folder or starter; may be given several times")
+    parser.add_argument("--method", choices=METHODS, default="lora", help="for --across and --lengths")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+    look = parser.add_mutually_exclusive_group()
+    look.add_argument("--across", action="store_true", help="the model on every card of the catalogue")
+    look.add_argument("--lengths", action="store_true", help="memory and speed of the model as sequences grow")
+    look.add_argument("--presets", action="store_true", help="the best run for each goal on the card")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print what was asked for as a table or JSON. Raises UserError."""
+    wish.check_length(options.length)
+    if options.presets:
+        _show_presets(wish.machine_from(options), as_json=options.json)
+        return
+    models = _models(options.model)
+    if options.across:
+        found = [one for model in models for one in across_cards(model, options.method, length=options.length)]
+    elif options.lengths:
+        machine = wish.machine_from(options)
+        found = [one for model in models for one in over_lengths(machine, model, options.method)]
+    else:
+        found = heat_map(wish.machine_from(options), models, length=options.length)
+    print(json.dumps({"outcomes": [dataclasses.asdict(one) for one in found]}) if options.json else table(found))
+
+
+def _models(names: Sequence[str] | None) -> list[Architecture]:
+    if names:
+        return [architecture_of(ModelChoice(source=name)) for name in names]
+    return [found for name in LADDER if (found := catalogue.find(name)) is not None]
+
+
+def table(found: Iterable[Outcome]) -> str:
+    """One line per outcome."""
+    return "\n".join(
+        f"{one.model:<40} {one.method:<6} {one.length:>7,} {one.card:<32} {_verdict(one):<28} "
+        f"{format_bytes(one.device_bytes):>10} {_speed(one):>16}"
+        for one in found
+    )
+
+
+def _verdict(one: Outcome) -> str:
+    if one.verdict == "fits":
+        return "fits"
+    if one.verdict == "no":
+        return f"no ({one.limit})"
+    return f"not yet ({one.way})"
+
+
+def _speed(one: Outcome) -> str:
+    return "" if one.verdict == "no" else f"{format_count(one.tokens_per_s)} tokens/s"
+
+
+def _show_presets(machine: Any, *, as_json: bool) -> None:
+    found = {goal: preset(goal, machine) for goal in GOALS}
+    if as_json:
+        values = {
+            goal: None if one is None else {"changes": one.changes, "forecast": one.forecast.to_json()}
+            for goal, one in found.items()
+        }
+        print(json.dumps({"device": machine.devices[0].name, "presets": values}))
+        return
+    for goal, one in found.items():
+        print(f"{goal:<18} {'nothing fits' if one is None else _told(one)}")
+
+
+def _told(one: Preset) -> str:
+    plan, forecast = one.forecast.plan, one.forecast
+    return (
+        f"{one.model}, {plan.method}, {plan.max_length:,} tokens: {format_bytes(forecast.memory.device_bytes)} of "
+        f"{format_bytes(plan.budget_bytes)}, {format_count(forecast.speed.tokens_per_s)} tokens/s, "
+        f"{format_duration(forecast.seconds)}"
+    )
