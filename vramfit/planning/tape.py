@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Final
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,37 @@ def highest(moments: Iterable[Moment]) -> tuple[Moment, ...]:
     return tuple(found)
 
 
+@dataclass(frozen=True)
+class Change:
+    """`size` bytes per token of buffer `number` are made, or freed where it is negative. Storages count from 0 up,
+    gradients from `GRADIENT` down."""
+
+    number: int
+    size: float
+
+
+GRADIENT: Final = -1
+"""The buffer of the gradient of the block's output."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """An operation with what it makes and frees, in that order; `temporary` is there all the while."""
+
+    operation: Operation
+    changes: tuple[Change, ...]
+    temporary: float
+
+    @property
+    def change(self) -> float:
+        """Bytes per token more, or fewer, when it is done."""
+        return sum(change.size for change in self.changes)
+
+    def highest(self, alive: float) -> float:
+        """Bytes per token at its worst moment, `alive` before it."""
+        return alive + self.temporary + max(accumulate((change.size for change in self.changes), initial=0.0))
+
+
 @dataclass
 class Tape:
     """Records operations in forward order; `input` makes the value a block is given."""
@@ -82,10 +115,13 @@ class Tape:
     sizes: list[float] = field(default_factory=list)
     _values: int = 0
     _start: int = -1
+    _start_value: int = -1
 
     def input(self, size: float, *, grad: bool) -> Value:
         self._start = self._storage(0.0)
-        return self._value(self._start, size, grad=grad)
+        value = self._value(self._start, size, grad=grad)
+        self._start_value = value.number
+        return value
 
     def operation(
         self,
@@ -136,40 +172,80 @@ class Tape:
         """Bytes per token kept from forward to backward, each storage once."""
         return self._total({storage for operation in self.operations for storage in operation.saves})
 
+    @property
+    def end(self) -> int:
+        """The storage of the block's output."""
+        return self.operations[-1].output.storage
+
     def forward(self, *, keeps: bool = True) -> Iterator[Moment]:
         """Moments of forward: outputs still to be used, and with `keeps` what backward will need."""
-        last_use = {
-            value.storage: index for index, operation in enumerate(self.operations) for value in operation.inputs
-        }
-        last_use[self.operations[-1].output.storage] = len(self.operations)
-        saved: set[int] = set()
-        alive: set[int] = set()
-        for index, operation in enumerate(self.operations):
-            saved |= set(operation.saves) if keeps else set()
-            alive.add(operation.output.storage)
-            yield Moment(self._total(alive | saved) + operation.forward_temporary, weights=operation.weights)
-            alive = {storage for storage in alive if last_use.get(storage, -1) > index}
+        alive = 0.0
+        for step in self.forward_steps(keeps=keeps):
+            yield Moment(step.highest(alive), weights=step.operation.weights)
+            alive += step.change
 
     def backward(self) -> Iterator[Moment]:
         """Moments of backward, from all saved to none, beginning with the gradient of the block's output."""
+        alive, made = self.saved + self.operations[-1].output.size, 0
+        for step in self.backward_steps()[0]:
+            operation = step.operation
+            yield Moment(step.highest(alive), made, operation.trained, operation.weights)
+            alive += step.change
+            made += operation.trained
+
+    def forward_steps(self, *, keeps: bool = True) -> Iterator[Step]:
+        """What the operations of forward make and free. At the end the output is there, and with `keeps` what is
+        saved; the input is never theirs."""
+        last_use = {
+            value.storage: index for index, operation in enumerate(self.operations) for value in operation.inputs
+        }
+        last_use[self.end] = len(self.operations)
+        saved, passing = {self._start}, set[int]()
+        for index, operation in enumerate(self.operations):
+            kept = operation.saves if keeps else ()
+            made = [
+                storage
+                for storage in dict.fromkeys((operation.output.storage, *kept))
+                if storage not in saved and storage not in passing
+            ]
+            saved.update(kept)
+            passing.update(made)
+            passing -= saved
+            done = sorted(storage for storage in passing if last_use.get(storage, -1) <= index)
+            passing.difference_update(done)
+            yield Step(
+                operation,
+                (
+                    *(Change(storage, self.sizes[storage]) for storage in made),
+                    *(Change(storage, -self.sizes[storage]) for storage in done),
+                ),
+                operation.forward_temporary,
+            )
+
+    def backward_steps(self, *, shared: bool = False) -> tuple[list[Step], int]:
+        """What the operations of backward make and free, and which gradient is left at the end, the input's (0: none).
+
+        What is saved and the output's gradient, the buffer `GRADIENT`, are there at the start. `shared`: others hold
+        that gradient too, so that nothing is added to it in place and it is not freed here.
+        """
         remaining: dict[int, int] = {}
         for operation in self.operations:
-            for storage in set(operation.saves):
+            for storage in set(operation.saves) - {self._start}:
                 remaining[storage] = remaining.get(storage, 0) + 1
-        walk = _Gradients()
-        walk.give(self.operations[-1].output, walk.new(self.operations[-1].output.size))
-        made = 0
+        walk, steps = _Gradients(self.operations[-1].output, shared=shared), []
         for operation in reversed(self.operations):
             if not operation.output.grad:
                 continue
-            saved = self._total(remaining)
-            alive = walk.pass_back(operation) + operation.backward_temporary
-            yield Moment(saved + alive, made, operation.trained, operation.weights)
-            made += operation.trained
-            for storage in set(operation.saves):
+            freed = []
+            for storage in sorted(set(operation.saves) - {self._start}):
                 remaining[storage] -= 1
                 if not remaining[storage]:
-                    del remaining[storage]
+                    freed.append(Change(storage, -self.sizes[storage]))
+            made = walk.pass_back(operation)
+            in_place = operation.backward_temporary < 0  # gradients are written over what was saved
+            changes = (*freed, *made) if in_place else (*made, *freed)
+            steps.append(Step(operation, changes, max(0.0, operation.backward_temporary)))
+        return steps, walk.of(self._start_value)
 
     def _total(self, storages: Iterable[int]) -> float:
         return sum(self.sizes[storage] for storage in storages)
@@ -186,35 +262,44 @@ class Tape:
 class _Gradients:
     """Gradient buffers alive during the walk back. A buffer handed on unchanged is one buffer with two owners."""
 
-    def __init__(self) -> None:
-        self._sizes: dict[int, float] = {}
-        self._owner: dict[int, int] = {}
-        self._next = 0
+    def __init__(self, output: Value, *, shared: bool) -> None:
+        self._sizes: dict[int, float] = {GRADIENT: output.size}
+        self._owner: dict[int, int] = {output.number: GRADIENT}
+        self._next, self._shared = GRADIENT, shared
 
-    def new(self, size: float) -> int:
-        self._next += 1
-        self._sizes[self._next] = size
-        return self._next
+    def of(self, value: int) -> int:
+        """The buffer of a value's gradient, 0 when it has none."""
+        return self._owner.get(value, 0)
 
-    def give(self, value: Value, buffer: int) -> None:
-        self._owner[value.number] = buffer
-
-    def pass_back(self, operation: Operation) -> float:
-        """Run one operation's backward; the bytes alive at its worst moment."""
+    def pass_back(self, operation: Operation) -> list[Change]:
+        """Run one operation's backward."""
         incoming = self._owner.pop(operation.output.number, None)
         if incoming is None:
-            return self._alive()
-        peak = self._alive() + self._sizes[incoming]
+            return []
+        changes: list[Change] = []
         for value in dict.fromkeys(operation.inputs):
             if not value.grad:
                 continue
-            buffer = incoming if operation.passes else self.new(value.size)
-            if value.number in self._owner:  # a second consumer: their sum is made beside both
-                peak = max(peak, self._alive(buffer, incoming))
+            buffer = incoming if operation.passes else self._new(value.size, changes)
+            waiting = self._owner.get(value.number)
+            if waiting is None:
+                self._owner[value.number] = buffer
                 continue
-            self.give(value, buffer)
-        return max(peak, self._alive(incoming))
+            # A second consumer: their sum is made in place of the first, unless others hold that.
+            if waiting == GRADIENT and self._shared:
+                self._owner[value.number] = self._new(value.size, changes)
+            if buffer != incoming:
+                self._free(buffer, changes)
+        self._free(incoming, changes)
+        return changes
 
-    def _alive(self, *more: int) -> float:
-        buffers = {*self._owner.values(), *more}
-        return sum(self._sizes[buffer] for buffer in buffers)
+    def _new(self, size: float, changes: list[Change]) -> int:
+        self._next -= 1
+        self._sizes[self._next] = size
+        changes.append(Change(self._next, size))
+        return self._next
+
+    def _free(self, buffer: int, changes: list[Change]) -> None:
+        """Free a buffer that nobody owns."""
+        if buffer not in self._owner.values() and not (self._shared and buffer == GRADIENT):
+            changes.append(Change(buffer, -self._sizes[buffer]))
