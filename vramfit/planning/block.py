@@ -75,7 +75,7 @@ class BlockMemory:
 @lru_cache(maxsize=512)
 def block_memory(architecture: Architecture, layer: int, formats: Formats, *, input_grad: bool = True) -> BlockMemory:
     """Walk block `layer`; `input_grad` is False for the first block of a frozen model: its input needs none."""
-    tape, start = _Writer(architecture, formats, layer, input_grad=input_grad).write()
+    tape, start = block_tape(architecture, layer, formats, input_grad=input_grad)
     forward = highest(tape.forward())
     return BlockMemory(
         input=start.size,
@@ -85,6 +85,13 @@ def block_memory(architecture: Architecture, layer: int, formats: Formats, *, in
         backward=highest((*tape.backward(), *forward)),
         evaluation=highest(tape.forward(keeps=False)),
     )
+
+
+def block_tape(
+    architecture: Architecture, layer: int, formats: Formats, *, input_grad: bool = True
+) -> tuple[Tape, Value]:
+    """Block `layer` on a tape, and its input."""
+    return _Writer(architecture, formats, layer, input_grad=input_grad).write()
 
 
 class _Writer:

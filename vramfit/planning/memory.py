@@ -101,7 +101,7 @@ def estimate_memory(
 
     Lengths are the longest a micro-batch can have: max_length when rows are packed, else the longest sequence.
     """
-    work = _Work.of(architecture, plan, workload, program)
+    work = Work.of(architecture, plan, workload, program)
     phases = (
         work.phase("load"),
         work.loss_phase(),
@@ -147,7 +147,7 @@ def _disk_bytes(architecture: Architecture, plan: Plan, trained: int, keep_check
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Work:
+class Work:
     """The quantities all phases are made of, in bytes on one card; `blocks` and `tokens` say what scales with the
     micro-batch. `weights` are of the frozen base or of all that trains, `weight` and `gradient` bytes per trained
     parameter."""
@@ -166,7 +166,7 @@ class _Work:
     casts: tuple[float, ...]
 
     @classmethod
-    def of(cls, architecture: Architecture, plan: Plan, workload: Workload, program: Program) -> _Work:
+    def of(cls, architecture: Architecture, plan: Plan, workload: Workload, program: Program) -> Work:
         length = plan.max_length if plan.packing else min(plan.max_length, workload.longest_tokens)
         formats = formats_of(architecture, plan, program, length=length)
         weight = program.adapter if plan.lora_rank else BYTES[plan.trained_format]
