@@ -36,7 +36,7 @@ def program_of(row: Row) -> Program:
     quantised = row["method"] == "qlora"
     if name.startswith("fms"):
         if "foak" not in name:
-            return PROGRAMS["fms"]
+            return PROGRAMS["fms-quantised" if quantised else "fms"]
         return PROGRAMS["fms/foak-quantised" if quantised else "fms/foak"]
     return PROGRAMS["transformers"]
 

@@ -243,7 +243,12 @@ class Work:
             return 0.0
         saved = 2.0 * len(self.plan.saved_modules) * self.architecture.embedding_params
         adapters = self.trained - len(self.plan.saved_modules) * self.architecture.embedding_params
-        return (self.weight * adapters + saved) / (self.plan.cards if self.shares_weights else 1)
+        return (self.weight * adapters + saved) / (self.plan.cards if self.shares_adapters else 1)
+
+    @property
+    def shares_adapters(self) -> bool:
+        """Whether adapters are split with the weights, too."""
+        return self.shares_weights and not (self.plan.lora_rank and self.program.sharding.replicates_adapters)
 
     @property
     def optimizer_states(self) -> float:
@@ -254,7 +259,8 @@ class Work:
 
     @property
     def optimizer_share(self) -> float:
-        return 1.0 / self.plan.cards if self.plan.sharding not in ("none", "ddp") else 1.0
+        splits = self.plan.sharding in ("zero1", "zero2") or self.shares_adapters
+        return 1.0 / self.plan.cards if splits else 1.0
 
     @property
     def optimizer(self) -> float:
@@ -285,7 +291,7 @@ class Work:
 
     @property
     def gradient_share(self) -> float:
-        return 1.0 / self.plan.cards if self.plan.sharding in ("zero2", "zero3", "fsdp") else 1.0
+        return 1.0 / self.plan.cards if self.plan.sharding == "zero2" or self.shares_adapters else 1.0
 
     @property
     def gradients(self) -> float:
@@ -303,7 +309,7 @@ class Work:
     @property
     def whole_gradient(self) -> float:
         """Bytes per parameter of a gradient before it is shared out: in the format it was computed in."""
-        return float(self.formats.compute) if self.shares_weights else self.gradient
+        return float(self.formats.compute) if self.shares_adapters else self.gradient
 
     @property
     def root(self) -> float:
@@ -318,13 +324,13 @@ class Work:
         if not self.shares_weights:
             return 0.0
         if self.program.sharding.keeps_gathered and self.plan.lora_rank:
-            return sum(self._gathered_bytes[layer:])
+            return sum(self.gathered_bytes[layer:])
         last = self.architecture.layers - 1
-        ahead = self._gathered_bytes[layer - 1] if 0 < layer < last else 0.0
-        return self._gathered_bytes[layer] + ahead
+        ahead = self.gathered_bytes[layer - 1] if 0 < layer < last else 0.0
+        return self.gathered_bytes[layer] + ahead
 
     @cached_property
-    def _gathered_bytes(self) -> tuple[float, ...]:
+    def gathered_bytes(self) -> tuple[float, ...]:
         """Bytes of a gathered block: quantised as stored, everything else as it is computed with."""
         if self.plan.lora_rank and self.plan.weight_format in QUANTISED:
             return self.block_bytes

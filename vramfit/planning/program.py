@@ -47,12 +47,14 @@ class Sharding:
 
     `holds_frozen_inputs`: FSDP1 of torch 2.1 to 2.4 with frozen parameters and reentrant recompute keeps every block's
     input and that input's gradient until backward ends. `keeps_gathered`: FSDP1 of torch 2.0 and older never frees a
-    gathered frozen block. `bucket_bytes` are buffers held all the time (DeepSpeed's live parameters, prefetch and
-    reduce buckets).
+    gathered frozen block. `replicates_adapters`: adapters beside a quantised base are left out of the sharding, every
+    card holds all of them with gradients and states. `bucket_bytes` are buffers held all the time (DeepSpeed's live
+    parameters, prefetch and reduce buckets).
     """
 
     holds_frozen_inputs: bool = False
     keeps_gathered: bool = False
+    replicates_adapters: bool = False
     bucket_bytes: float = 0.0
 
 
@@ -64,8 +66,9 @@ class Program:
     """Facts of a program that trains. Bytes per trained parameter unless the name says otherwise.
 
     `gradient` of a weight that trains, None: of the weight's own format. `master` is a separate fp32 copy of 16-bit
-    weights, `host_master` one that is kept only where the states live in RAM or on disk. `step_temporary` is what the optimizer step makes beside the states, in units of the trained weights
-    (foreach AdamW: 1, fused kernels: 0). `frees_gradients`: they are gone before the next forward.
+    weights, `host_master` one that is kept only where the states live in RAM or on disk. `step_temporary` is what the
+    optimizer step makes beside the states, in units of the trained weights (foreach AdamW: 1, fused kernels: 0).
+    `frees_gradients`: they are gone before the next forward.
 
     `autocast`: matrix products cast what they are given; `caches_casts`: 16-bit copies of all weights stay until
     forward ends. `adapter` is bytes of an adapter's weight. `logits` are bytes per token and vocabulary entry at the
@@ -126,6 +129,8 @@ _TRAINER: Final = Program(
 _FMS: Final = replace(_TRAINER, name="fms", sharding=Sharding(holds_frozen_inputs=True))
 """fms-acceleration's benchmarks: the Trainer with flash attention, torch 2.4.1, FSDP1, adapters fp32 under autocast."""
 
+_FMS_QUANTISED: Final = Sharding(holds_frozen_inputs=True, replicates_adapters=True)
+
 _FAST_KERNELS: Final = Kernels(norm="fused", rope="fused")
 """Its fast kernels: RMSNorm, rotary positions in place, cross-entropy in place of fp32 logits (4) with the shifted copy
 (4), whose gradient is again 4 + 4."""
@@ -137,10 +142,12 @@ PROGRAMS: Final[Mapping[str, Program]] = {
     "transformers": _TRAINER,
     "fms": _FMS,
     "fms/foak": _FOAK,
+    "fms-quantised": replace(_FMS, name="fms-quantised", sharding=_FMS_QUANTISED),
     "fms/foak-quantised": replace(
         # 4-bit bases also get its fused adapters, which keep an input once and a dropped copy per projection
         _FOAK,
         name="fms/foak-quantised",
+        sharding=_FMS_QUANTISED,
         kernels=replace(_FAST_KERNELS, adapter="fused"),
     ),
 }

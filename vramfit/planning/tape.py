@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Final
+from typing import Final, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,7 @@ def highest(moments: Iterable[Moment]) -> tuple[Moment, ...]:
     return tuple(found)
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """`size` bytes per token of buffer `number` are made, or freed where it is negative. Storages count from 0 up,
     gradients from `GRADIENT` down."""
 

@@ -1,0 +1,498 @@
+"""The tensors of a run in the order in which they are made and freed, for the allocator's simulation.
+
+Loading, two optimizer steps (in the first the optimizer's states come, in the second everything is there) and an
+evaluation, from the same tapes and quantities as the closed form of `memory.py`: its phases are the highest moments of
+this sequence. What the closed form need not know is decided here: sizes of single tensors, the order inside a phase,
+and on which stream a tensor is made, for what one stream has freed no other can use.
+
+Sharded weights are gathered on a stream of their own. A gathered block is freed there only when the computation on
+it is done, which is known when the next but one is asked for; the sharded gradients come from a third stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Final, NamedTuple
+
+from vramfit.models.architecture import Architecture
+from vramfit.planning.allocator import Event
+from vramfit.planning.block import block_tape
+from vramfit.planning.memory import (
+    BYTES,
+    COMPRESSED,
+    QUANTISED,
+    STATE_BYTES,
+    STATES,
+    STREAM_SLOTS,
+    Work,
+    adapted_linears,
+)
+from vramfit.planning.plan import Plan, Workload
+from vramfit.planning.program import OURS, Program
+from vramfit.planning.tape import GRADIENT, Step, Tape
+
+_GATHER: Final = 1
+_REDUCE: Final = 2
+
+
+def training_events(
+    architecture: Architecture, plan: Plan, workload: Workload, *, program: Program = OURS, evaluates: bool = True
+) -> tuple[Event, ...]:
+    """Tensors of loading, two steps and, when it `evaluates`, a pass without gradients.
+
+    A step of many micro-batches is told by its first two: all later ones are as the second.
+    """
+    run = _Run(Work.of(architecture, plan, workload, program))
+    run.load()
+    for _ in range(2):
+        for number in range(min(2, plan.accumulation)):
+            run.micro_batch(first=number == 0)
+        run.optimizer_step()
+    if evaluates:
+        run.evaluation()
+    return tuple(run.events)
+
+
+class _Kept(NamedTuple):
+    """What a block's backward finds: the block's input (0: elsewhere), what was saved by storage, its cast weights."""
+
+    start: int
+    saved: dict[int, int]
+    casts: list[int]
+
+
+class _Run:
+    """Writes the events of one run."""
+
+    def __init__(self, work: Work) -> None:
+        self.work, self.plan, self.shape = work, work.plan, work.architecture
+        self.events: list[Event] = []
+        self._tensors = 0
+        self._tapes: dict[tuple[bool, bool], Tape] = {}
+        self._steps: dict[tuple[int, bool], list[Step]] = {}
+        self._gradients: list[int] = []  # of parameters; they live until the optimizer step
+        self._until_backward_ends: list[int] = []
+        self._has_states = False
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+
+    def make(self, size: float, stream: int = 0) -> int:
+        """A tensor of `size` bytes; 0, which can be freed without effect, when that is nothing."""
+        if size < 1:
+            return 0
+        self._tensors += 1
+        self.events.append(Event(self._tensors, int(size), stream))
+        return self._tensors
+
+    def free(self, *tensors: int) -> None:
+        self.events.extend(Event(tensor, 0) for tensor in tensors if tensor)
+
+    # --- what is there from the start --------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Weights tensor by tensor, adapters, buffers, places for what visits."""
+        for size, unpacked in self._weights():
+            whole = self.make(unpacked)  # quantised on the device, from the 16-bit matrix
+            self.make(size)
+            self.free(whole)
+        for size in self._adapters():
+            self.make(size)
+        for _ in range(STREAM_SLOTS if self.work.slots else 0):
+            self.make(self.work.slots / STREAM_SLOTS)
+        if self.plan.cards > 1:
+            self.make(self.work.program.sharding.bucket_bytes)
+        if self.plan.sharding == "ddp" and self.plan.cards > 1:  # buckets, a second place for every gradient
+            for numbers in self._trained_tensors():
+                self.make(self.work.gradient * numbers)
+        if self.plan.recompute and self.plan.input_tier != "device":
+            self.make(self.work.stream)
+            self.make(self.work.stream)
+
+    def _weights(self) -> Iterator[tuple[float, float]]:
+        """(bytes, bytes of the 16-bit matrix it is quantised from or 0) of every tensor of weights on this card."""
+        work, plan = self.work, self.plan
+        if work.shares_weights:
+            share = 0.0 if work.streams else 1.0 / plan.cards
+            yield from ((share * size, 0.0) for size in work.block_bytes)
+            outside = work.weights - share * sum(work.block_bytes)
+            yield from self._outside(outside)
+            return
+        stay = list(range(self.shape.layers))
+        if work.streams:
+            stay = sorted(stay, key=lambda layer: -work.block_bytes[layer])[: plan.resident_blocks]
+        yield from self._outside(work.weights - sum(work.block_bytes[layer] for layer in stay))
+        for layer in stay:
+            yield from self._block_weights(layer)
+
+    def _outside(self, size: float) -> Iterator[tuple[float, float]]:
+        """Embedding, head and the rest."""
+        matrices = 1 if self.shape.tied_embeddings or self.work.streams else 2
+        each = min(size / matrices, size * self.shape.embedding_params / max(1, self._outside_params))
+        yield from [(each, 0.0)] * matrices
+        yield size - matrices * each, 0.0
+
+    @cached_property
+    def _outside_params(self) -> int:
+        return self.shape.params - sum(self.shape.params_of_block(layer) for layer in range(self.shape.layers))
+
+    def _block_weights(self, layer: int) -> Iterator[tuple[float, float]]:
+        plan, left = self.plan, self.work.block_bytes[layer]
+        packs = bool(plan.lora_rank) and plan.weight_format in QUANTISED
+        stored = BYTES[plan.weight_format if plan.lora_rank else plan.trained_format]
+        for linear in self.shape.linears(layer):
+            packed = packs and linear.module
+            size = linear.weights * (BYTES[plan.compute] if packs and not packed else stored)
+            left -= size
+            yield size, 2.0 * linear.weights if packed else 0.0
+        yield left, 0.0
+
+    def _adapters(self) -> Iterator[float]:
+        work = self.work
+        if not self.plan.lora_rank:
+            return
+        share = 1.0 / self.plan.cards if work.shares_adapters else 1.0
+        yield from (2.0 * self.shape.embedding_params * share for _ in self.plan.saved_modules)
+        yield from (work.weight * share * size for layer in range(self.shape.layers) for size in self._adapter(layer))
+
+    def _adapter(self, layer: int) -> Iterator[int]:
+        """Numbers of each adapter matrix of a block. Sharding takes each for itself: what trains is apart."""
+        for linear in adapted_linears(self.shape, layer, self.plan.lora_targets):
+            yield self.plan.lora_rank * linear.inputs
+            yield self.plan.lora_rank * linear.outputs
+
+    # --- a micro-batch -----------------------------------------------------------------------------------------------
+
+    def micro_batch(self, *, first: bool) -> None:
+        """Forward, loss and backward. `first`: no gradients are there yet."""
+        work, layers = self.work, range(self.shape.layers)
+        root = self.make(work.root, _GATHER)
+        hidden, gathered = self.make(work.stream), 0
+        blocks: list[_Kept] = []
+        for layer in layers:
+            gathered = self._gather(layer)
+            kept, output = self._block_forward(layer, hidden)
+            blocks.append(kept)
+            self.free(gathered if layer < layers[-1] else 0, hidden if not kept.start else 0)
+            hidden = output
+        head_cast = self.make(work.head_cast)
+        gradient, head_gradient = self._loss(hidden)
+        self.free(head_cast, *(cast for kept in blocks[: self.plan.recompute] for cast in kept.casts))
+        gradient = self._backward(blocks, gathered, gradient, first=first)
+        self._embedding(gradient, head_gradient, first=first)
+        self.free(root, *self._until_backward_ends)
+        self._until_backward_ends = []
+
+    def _block_forward(self, layer: int, hidden: int) -> tuple[_Kept, int]:
+        """(what a block keeps for its backward, its output)."""
+        plan, casts = self.plan, self._casts(layer)
+        again = layer < plan.recompute
+        output, saved = self._forward(layer, keeps=not again)
+        if not again and layer < plan.recompute + plan.compress:
+            saved = self._compressed(layer, saved)
+        if again and not self.work.caches_casts:
+            self.free(*casts)
+            casts = []
+        return _Kept(hidden if self._keeps_input(layer) else 0, saved, casts), output
+
+    def _tape(self, layer: int) -> Tape:
+        experts = self.shape.experts
+        input_grad = layer > 0 or not self.plan.lora_rank or self.work.program.input_grads
+        key = bool(experts and experts.at(layer)), input_grad
+        if key not in self._tapes:
+            self._tapes[key] = block_tape(self.shape, layer, self.work.formats, input_grad=input_grad)[0]
+        return self._tapes[key]
+
+    def _gather(self, layer: int) -> int:
+        return self.make(self.work.gathered_bytes[layer], _GATHER) if self.work.shares_weights else 0
+
+    def _casts(self, layer: int) -> list[int]:
+        """16-bit copies of a block's trained matrices."""
+        whole = self.work.casts[layer]
+        if not whole or self.plan.lora_rank:
+            return [self.make(whole)]
+        linears = self.shape.linears(layer)
+        return [self.make(whole * linear.weights / sum(each.weights for each in linears)) for linear in linears]
+
+    def _keeps_input(self, layer: int) -> bool:
+        if layer < self.plan.recompute:
+            return self.plan.input_tier == "device"
+        return self.work.blocks[layer].input_saved
+
+    def _forward(self, layer: int, *, keeps: bool) -> tuple[int, dict[int, int]]:
+        """Run a block: (its output, what it saved by storage)."""
+        tape, live = self._tape(layer), dict[int, int]()
+        for step in self._forward_steps(layer, keeps=keeps):
+            self._walk(step, live)
+        return live.pop(tape.end), live
+
+    def _forward_steps(self, layer: int, *, keeps: bool) -> list[Step]:
+        tape = self._tape(layer)
+        found = self._steps.get((id(tape), keeps))
+        if found is None:
+            found = self._steps[id(tape), keeps] = list(tape.forward_steps(keeps=keeps))
+        return found
+
+    def _walk(self, step: Step, live: dict[int, int]) -> None:
+        """The tensors of one operation; a matrix in few bits is unpacked for it."""
+        tokens = self.work.tokens
+        unpacked = self.make(self._unpacked(step))
+        temporary = self.make(step.temporary * tokens)
+        for number, size in step.changes:
+            if size > 0:
+                live[number] = self.make(size * tokens)
+            elif size < 0:
+                self.free(live.pop(number))
+        self.free(temporary, unpacked)
+
+    def _unpacked(self, step: Step) -> float:
+        plan = self.plan
+        return 2.0 * step.operation.weights if plan.weight_format in QUANTISED and plan.lora_rank else 0.0
+
+    def _compressed(self, layer: int, saved: dict[int, int]) -> dict[int, int]:
+        """What was saved as int8."""
+        sizes = self._tape(layer).sizes
+        small = {}
+        for storage, tensor in saved.items():
+            small[storage] = self.make(COMPRESSED * sizes[storage] * self.work.tokens)
+            self.free(tensor)
+        return small
+
+    # --- the loss ----------------------------------------------------------------------------------------------------
+
+    def _loss(self, hidden: int) -> tuple[int, int]:
+        """(gradient of the last hidden state, gradient of the head's weight), after final norm, logits and loss."""
+        work, stream = self.work, self.work.stream
+        norm = [self.make(work.final_norm - 2 * stream), self.make(stream)]
+        if self.plan.loss == "full":
+            of_normal, head_gradient = self._whole_logits()
+        else:
+            of_normal, head_gradient = self._chunks()
+        gradient = self.make(stream)
+        self.free(of_normal, *norm, hidden)
+        return gradient, head_gradient
+
+    def _whole_logits(self) -> tuple[int, int]:
+        """Logits in the compute format, then the program's fp32 copies one after another; backward the same again."""
+        work = self.work
+        logits, head_gradient = work.logits()
+        entry = logits / (work.tokens * self.shape.vocab_size)
+        narrow = self.make(logits / entry * work.formats.compute) if work.formats.compute < 4 else 0
+        copies = max(1, int(entry // 4))
+        stays = entry % 4 > 0
+        wide = [self.make(4 * logits / entry)]
+        self.free(0 if stays else narrow)
+        wide += [self.make(4 * logits / entry) for _ in range(copies - 1)]
+        self.free(*wide[:-1])
+        back = [self.make(4 * logits / entry) for _ in range(copies - 1)]
+        self.free(wide[-1] if back else 0, *back[:-1], narrow if stays else 0)
+        of_logits = self.make(logits / entry * work.formats.compute)
+        self.free(back[-1] if back else wide[-1])
+        of_normal = self.make(work.stream)
+        head_gradient_tensor = self.make(head_gradient or work.head_gradient)
+        self.free(of_logits)
+        return of_normal, head_gradient_tensor
+
+    def _chunks(self) -> tuple[int, int]:
+        """Rows of logits a chunk at a time, the gradients filled on the way."""
+        work, vocab = self.work, self.shape.vocab_size
+        logits, head_gradient = work.logits()
+        of_normal = self.make(work.formats.residual * self.shape.hidden_size * work.tokens)
+        head = self.make(head_gradient)
+        rows = min(work.tokens, self.plan.loss_chunk_tokens or work.tokens)
+        chunk = logits - work.formats.residual * self.shape.hidden_size * work.tokens
+        pieces = [4.0 * rows * vocab] * int(chunk // (4.0 * rows * vocab))
+        pieces.append(chunk - sum(pieces))
+        for share in (1.0, 1.0, (work.tokens % rows) / rows):
+            self.free(*[self.make(share * piece) for piece in pieces])
+        return of_normal, head
+
+    # --- backward ----------------------------------------------------------------------------------------------------
+
+    def _backward(self, blocks: list[_Kept], gathered: int, gradient: int, *, first: bool) -> int:
+        """Blocks in reverse; the gradient of the first one's input."""
+        last = self.shape.layers - 1
+        there = {last: gathered}
+        leaving = 0
+        for layer in range(last, -1, -1):
+            if layer < last:
+                for needed in (layer, layer - 1):
+                    if needed >= 0 and needed not in there:
+                        there[needed] = self._gather(needed)
+            self.free(leaving)
+            gradient = self._block_backward(layer, blocks[layer], gradient, first=first)
+            leaving = there.pop(layer)
+        self.free(leaving)
+        return gradient
+
+    def _block_backward(self, layer: int, kept: _Kept, gradient: int, *, first: bool) -> int:
+        """One block: its forward again where nothing was kept, then its operations in reverse."""
+        plan = self.plan
+        again = layer < plan.recompute
+        own_input, saved, casts, output = kept.start, kept.saved, kept.casts, 0
+        if again:
+            own_input = own_input or self.make(self.work.blocks[layer].input * self.work.tokens)
+            casts = self._casts(layer)
+            output, saved = self._forward(layer, keeps=True)
+        elif layer < plan.recompute + plan.compress:
+            saved = self._expanded(layer, saved)
+        holds = again and self.work.program.holds_output
+        if not holds:
+            self.free(output)
+        shared = holds or self._holds_inputs
+        made, left = self._walk_back(layer, saved, gradient, shared=shared, first=first)
+        self._reduce(layer, made, first=first)
+        self.free(*casts, output if holds else 0)
+        if self._holds_inputs:
+            self._until_backward_ends += [own_input, left]
+        else:
+            self.free(own_input)
+        # Shared, the gradient that came in is still there: until backward ends, where the block behind holds it.
+        if shared and not (self._holds_inputs and layer < self.shape.layers - 1):
+            self.free(gradient)
+        return left
+
+    @property
+    def _holds_inputs(self) -> bool:
+        work = self.work
+        holds = work.program.sharding.holds_frozen_inputs and work.shares_weights and self.plan.cards > 1
+        return bool(holds and self.plan.lora_rank and self.plan.recompute)
+
+    def _expanded(self, layer: int, small: dict[int, int]) -> dict[int, int]:
+        sizes, saved = self._tape(layer).sizes, {}
+        for storage, tensor in small.items():
+            saved[storage] = self.make(sizes[storage] * self.work.tokens)
+            self.free(tensor)
+        return saved
+
+    def _walk_back(
+        self, layer: int, saved: dict[int, int], gradient: int, *, shared: bool, first: bool
+    ) -> tuple[list[int], int]:
+        """(gradients of the block's parameters, gradient of its input)."""
+        work, made = self.work, list[int]()
+        steps, left = self._tape(layer).backward_steps(shared=shared)
+        live = {**saved, GRADIENT: gradient}
+        at_once = self._gradients_leave_at_once(first=first)
+        for step in steps:
+            trained, whole = step.operation.trained, 0
+            temporary = self.make(step.temporary * work.tokens)
+            unpacked = self.make(self._unpacked(step))
+            for change in step.changes:
+                if change.size > 0:
+                    live[change.number] = self.make(change.size * work.tokens)
+                    continue
+                if trained and not whole:  # made while what it is made from is there
+                    whole = self._weight_gradient(trained)
+                self.free(live.pop(change.number))
+            if trained and not whole:
+                whole = self._weight_gradient(trained)
+            self.free(temporary, unpacked)
+            if at_once:
+                self.free(whole)
+            else:
+                made.append(whole)
+        return made, live[left] if left else 0
+
+    def _weight_gradient(self, trained: int) -> int:
+        """A parameter's gradient; from a cast copy it is made in the copy's format first."""
+        work = self.work
+        narrow = self.make(work.formats.compute * trained if work.formats.casts else 0.0)
+        whole = self.make(work.whole_gradient * trained)
+        self.free(narrow)
+        return whole
+
+    def _gradients_leave_at_once(self, *, first: bool) -> bool:
+        """Used by the optimizer as soon as they are there, or added to those of the micro-batches before."""
+        plan = self.plan
+        visits = self.work.streams and not plan.lora_rank
+        return plan.optimizer_in_backward or visits or (not first and self.work.gradient_share == 1.0)
+
+    def _reduce(self, layer: int, made: list[int], *, first: bool) -> None:
+        """Gradients of a block are kept, or this card's share of them."""
+        work = self.work
+        if work.gradient_share == 1.0:
+            self._gradients += made
+            return
+        if first:
+            share = work.gradient * work.gradient_share
+            found = self._trained_of_block(layer, flat=not self.plan.lora_rank)
+            self._gradients += [self.make(share * numbers, _REDUCE) for numbers in found]
+        self.free(*made)
+
+    def _embedding(self, gradient: int, head_gradient: int, *, first: bool) -> None:
+        """The embedding's gradient is made whole; with the head's it becomes what stays."""
+        work, plan = self.work, self.plan
+        trains = not plan.lora_rank or "embedding" in plan.saved_modules
+        own = self.make(work.whole_gradient * self.shape.embedding_params) if trains else 0
+        self.free(gradient if not self._holds_inputs else 0)
+        if self._gradients_leave_at_once(first=first):
+            self.free(own, head_gradient)
+        elif work.gradient_share < 1.0:
+            if first:
+                left = work.trained - sum(work.block_trained)
+                self._gradients.append(self.make(work.gradient * work.gradient_share * left, _REDUCE))
+            self.free(own, head_gradient)
+        elif self.shape.tied_embeddings and head_gradient:
+            self.free(own)
+            self._gradients.append(head_gradient)
+        else:
+            self._gradients += [own, head_gradient]
+
+    # --- step and evaluation -----------------------------------------------------------------------------------------
+
+    def optimizer_step(self) -> None:
+        """States come in the first step; foreach kernels make a temporary for every parameter before they free one."""
+        work, plan = self.work, self.plan
+        on_device = plan.optimizer_tier == "device"
+        if on_device and not self._has_states:
+            each = STATE_BYTES[plan.optimizer_bits]
+            for numbers in self._trained_tensors():
+                for size in (work.program.master, *[each] * STATES[plan.optimizer]):
+                    self.make(size * numbers)
+            self._has_states = True
+        if on_device and plan.optimizer_bits >= 16 and not plan.optimizer_in_backward:
+            scale = work.program.step_temporary * work.weight
+            self.free(*[self.make(scale * numbers) for numbers in self._trained_tensors()])
+        self.free(*self._gradients)
+        self._gradients = []
+
+    def _trained_tensors(self) -> Iterator[float]:
+        """Numbers of each trained tensor on this card, in the model's order: embedding, blocks, head. Where sharding
+        makes one tensor of a block, it makes one of all that is outside them, too."""
+        work, share = self.work, self.work.optimizer_share
+        outside = work.trained - sum(work.block_trained)
+        flat = work.shares_weights and not self.plan.lora_rank
+        embedding = outside if flat else min(outside, self.shape.embedding_params)
+        yield share * embedding
+        for layer in range(self.shape.layers):
+            yield from (share * numbers for numbers in self._trained_of_block(layer, flat=flat))
+        yield share * (outside - embedding)
+
+    def _trained_of_block(self, layer: int, *, flat: bool) -> Iterator[int]:
+        if flat:
+            yield self.work.block_trained[layer]
+        elif self.plan.lora_rank:
+            yield from self._adapter(layer)
+        else:
+            linears = [linear.weights for linear in self.shape.linears(layer)]
+            yield from (*linears, self.work.block_trained[layer] - sum(linears))
+
+    def evaluation(self) -> None:
+        """Forward with nothing kept."""
+        work = self.work
+        root, hidden, casts = self.make(work.root, _GATHER), self.make(work.stream), list[int]()
+        for layer in range(self.shape.layers):
+            gathered = self._gather(layer)
+            casts += self._casts(layer)
+            output, _ = self._forward(layer, keeps=False)
+            self.free(gathered, hidden)
+            if not work.caches_casts:
+                self.free(*casts)
+                casts = []
+            hidden = output
+        head_cast, normal = self.make(work.head_cast), self.make(work.stream)
+        whole = self.plan.loss == "full"
+        rows = work.tokens if whole else min(work.tokens, self.plan.loss_chunk_tokens or work.tokens)
+        pieces = min(8.0, work.program.logits["full"]) / 2
+        self.free(*[self.make(pieces * rows * self.shape.vocab_size) for _ in range(2)])
+        self.free(root, hidden, *casts, head_cast, normal)
