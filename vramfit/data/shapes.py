@@ -6,10 +6,13 @@ raises for a row, whatever it holds.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final, Literal
 
+from vramfit.data.mapping import PARTS, guess_mapping
 from vramfit.data.rows import NumberText, Row, parse_json, plain
 from vramfit.errors import DataError
 
@@ -37,10 +40,8 @@ ROLES: Final[dict[str, Role]] = {
     "ipython": "tool",
 }
 CALL_ROLES: Final = ("function_call", "tool_call")
-PARTS: Final = (
-    "text", "messages", "instruction", "input", "output", "system", "history", "tools", "prompt", "completion",
-)  # fmt: skip
-"""What a column can be mapped to, see DataChoice.columns."""
+SHOWN_CHARS: Final = 80
+"""So much of a column's first value is shown where a person is to say what the column is."""
 
 _LIST_COLUMNS: Final = ("messages", "conversations", "conversation", "dialogue", "dialog", "turns", "chat")
 _TEXT_COLUMNS: Final = ("text", "content", "document", "body", "story", "raw_content")
@@ -96,8 +97,29 @@ class Dropped:
     reason: str
 
 
-class UnknownColumns(DataError):
+class ColumnsError(DataError):
+    """What the columns mean is open or said wrong. `columns` are the file's, each with a value of its first rows to
+    recognise it by (""  where none is text); `guess` is a mapping that may be meant, see mapping.py."""
+
+    def __init__(
+        self,
+        what: str,
+        remedy: str,
+        *,
+        columns: Mapping[str, str],
+        guess: Mapping[str, str],
+        path: Path | None = None,
+    ) -> None:
+        super().__init__(what, remedy, path=path)
+        self.columns, self.guess = dict(columns), dict(guess)
+
+
+class UnknownColumns(ColumnsError):
     """The columns are none that are known and no mapping was given."""
+
+
+class WrongMapping(ColumnsError):
+    """The user's mapping names what is not there, or not enough."""
 
 
 class _Verdict(Exception):
@@ -125,7 +147,7 @@ def recognise(rows: Iterable[Row], mapping: Mapping[str, str] | None = None) -> 
     sample = list(rows)
     columns = list(dict.fromkeys(name for row in sample for name in row.values))
     if mapping:
-        return _mapped(dict(mapping), columns)
+        return _mapped(dict(mapping), columns, sample)
     folded = {name.strip().lower(): name for name in reversed(columns)}
     shape = _list_shape(folded, sample) or _alpaca(folded) or _pair(folded) or _text(folded)
     if shape is None:
@@ -133,20 +155,35 @@ def recognise(rows: Iterable[Row], mapping: Mapping[str, str] | None = None) -> 
         raise UnknownColumns(
             f"The columns ({shown}) are none that are known",
             f"Say which column is which: map {', '.join(PARTS)} to your columns.",
+            columns=columns_shown(sample),
+            guess=guess_mapping(columns, sample),
             path=sample[0].path if sample else None,
         )
     return shape
 
 
-def _mapped(mapping: dict[str, str], columns: list[str]) -> Shape:
+def columns_shown(rows: Iterable[Row]) -> dict[str, str]:
+    """Every column of these rows, with the beginning of its first text that is not blank."""
+    shown: dict[str, str] = {}
+    for row in rows:
+        for name, value in row.values.items():
+            text = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            shown[name] = shown.get(name) or " ".join(text[: 2 * SHOWN_CHARS].split())[:SHOWN_CHARS]
+    return shown
+
+
+def _mapped(mapping: dict[str, str], columns: list[str], sample: list[Row]) -> Shape:
     unknown = [part for part in mapping if part not in PARTS]
     missing = [column for column in mapping.values() if column not in columns]
     if unknown:
-        raise DataError(f"{unknown[0]!r} is nothing a column can be mapped to", f"The parts are: {', '.join(PARTS)}.")
+        raise _wrong(
+            f"{unknown[0]!r} is nothing a column can be mapped to", f"The parts are: {', '.join(PARTS)}.", sample
+        )
     if missing:
-        raise DataError(
+        raise _wrong(
             f"The data has no column {missing[0]!r}, it has: {', '.join(map(repr, columns[:12])) or 'none'}",
             "Map the parts to columns it has.",
+            sample,
         )
     kinds: tuple[tuple[Kind, set[str]], ...] = (
         ("messages", {"messages"}),
@@ -157,13 +194,19 @@ def _mapped(mapping: dict[str, str], columns: list[str]) -> Shape:
     )
     kind = next((kind for kind, needed in kinds if needed <= mapping.keys()), None)
     if kind is None:
-        raise DataError(
+        raise _wrong(
             f"A mapping of {', '.join(mapping)} is not enough",
             "Map text, or messages, or instruction and output, or prompt and completion.",
+            sample,
         )
     if kind == "alpaca" and "instruction" not in mapping:
         mapping["instruction"] = mapping.pop("input")
     return Shape(kind=kind, columns=mapping)
+
+
+def _wrong(what: str, remedy: str, sample: list[Row]) -> WrongMapping:
+    columns = columns_shown(sample)
+    return WrongMapping(what, remedy, columns=columns, guess=guess_mapping(list(columns), sample))
 
 
 def _list_shape(folded: dict[str, str], sample: list[Row]) -> Shape | None:
