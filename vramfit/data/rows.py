@@ -39,10 +39,10 @@ class NumberText(str):
     __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
     """One row: column name to value (text, None, bool, NumberText, or lists and dicts of these). `line` is where it
-    begins in `path`, counted from 1 (for Parquet: the row's number)."""
+    begins in `path`, counted from 1 (for Parquet: the row's number). Not changed once made (see shapes.Turn)."""
 
     values: dict[str, Any]
     path: Path
@@ -154,7 +154,7 @@ def _check_value(source: str, value: Any) -> None:
     """Depth and lone surrogates, which JSON syntax allows and nothing after it can bear. Raises ValueError."""
     if source.count("{") + source.count("[") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
         raise ValueError(f"values are nested more than {MAX_DEPTH} deep")
-    if re.search(r"\\u[dD][89a-fA-F]", source) and _has_surrogate(value):
+    if "\\u" in source and re.search(r"\\u[dD][89a-fA-F]", source) and _has_surrogate(value):
         raise ValueError("a \\u escape is half of a surrogate pair, which is no character")
 
 
