@@ -6,8 +6,10 @@ even when it is also the padding token; BOS is never doubled; a document ends in
 
 from __future__ import annotations
 
+import json
+import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, Literal
@@ -24,6 +26,9 @@ IntArray = NDArray[np.int32]
 BoolArray = NDArray[np.bool_]
 
 MAX_TEXT_CHARS: Final = 2**31 - 1
+
+Content = Conversation | Document
+RenderedBatch = list[tuple[int, Rendered | Document | Dropped]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +70,7 @@ class Encoder:
         self._template = self._make_template() if conversations else None
         self._bos, self._eos = _bos_in_front(tokenizer), tokenizer.eos_token_id
         self._backend = tokenizer.backend_tokenizer if getattr(tokenizer, "is_fast", False) else None
+        self._in_order = _keeps_order(self._backend) if self._backend is not None else None
         self._ends = {self._eos, *tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
 
     def _make_template(self) -> Template:
@@ -84,30 +90,30 @@ class Encoder:
             found += [f"In {count:,} rows {change}." for change, count in self._template.changes.most_common()]
         return found + [f"{count:,} {fact}." for fact, count in self.facts.most_common()]
 
-    def encode(self, contents: Sequence[tuple[int, Conversation | Document]]) -> list[Example | Dropped]:
+    def encode(self, contents: Sequence[tuple[int, Content]]) -> list[Example | Dropped]:
         """Encode a batch of (row number, content), in order. Raises DataError for a template that goes over
         its limits, never for what a row holds."""
-        results: list[Example | Dropped | None] = [None] * len(contents)
-        talks: list[tuple[int, int, Conversation]] = []
-        rendered: list[tuple[int, int, Rendered]] = []
-        documents: list[tuple[int, int, str]] = []
-        for index, (row, content) in enumerate(contents):
-            if isinstance(content, Document):
-                documents.append((index, row, content.text))
+        return self.tokenise(self.render(contents))
+
+    def render(self, contents: Sequence[tuple[int, Content]]) -> RenderedBatch:
+        """The first half of `encode`, which waits for the process that renders. Raises DataError."""
+        talks = [(row, content) for row, content in contents if isinstance(content, Conversation)]
+        texts = iter(self._render([talk for _, talk in talks]))
+        return [(row, next(texts) if isinstance(content, Conversation) else content) for row, content in contents]
+
+    def tokenise(self, batch: RenderedBatch) -> list[Example | Dropped]:
+        """The second half of `encode`, nearly all of it in the tokenizer's own threads."""
+        documents = iter(self._ids([item.text for _, item in batch if isinstance(item, Document)]))
+        conversations = iter(self._masked([item for _, item in batch if isinstance(item, Rendered)]))
+        results: list[Example | Dropped] = []
+        for row, item in batch:
+            if isinstance(item, Dropped):
+                results.append(item)
+            elif isinstance(item, Document):
+                results.append(self._document(row, next(documents)))
             else:
-                talks.append((index, row, content))
-        for (index, row, _), result in zip(talks, self._render([talk for *_, talk in talks]), strict=True):
-            if isinstance(result, Dropped):
-                results[index] = result
-            else:
-                rendered.append((index, row, result))
-        for (index, row, _), ids in zip(documents, self._ids([text for *_, text in documents]), strict=True):
-            results[index] = self._document(row, ids)
-        for (index, row, item), (ids, trained) in zip(
-            rendered, self._masked([item for *_, item in rendered]), strict=True
-        ):
-            results[index] = self._conversation(row, item, ids, trained)
-        return [result for result in results if result is not None]
+                results.append(self._conversation(row, item, *next(conversations)))
+        return results
 
     def _render(self, conversations: list[Conversation]) -> list[Rendered | Dropped]:
         if not conversations:
@@ -167,9 +173,16 @@ class Encoder:
             return [self._piecewise(item) for item in items]
         batch = _without_limits(self._backend).encode_batch([item.text for item in items], add_special_tokens=False)
         return [
-            (np.array(found.ids, dtype=np.int32), tokens_in_spans(np.array(found.offsets, dtype=np.int64), item.spans))
+            (np.array(found.ids, dtype=np.int32), self._trained(found, item))
             for found, item in zip(batch, items, strict=True)
         ]
+
+    def _trained(self, found: Any, item: Rendered) -> BoolArray:
+        if self._in_order is not None and self._in_order(item.text):
+            trained = edges_in_spans(found, item.spans)
+            if trained is not None:
+                return trained
+        return tokens_in_spans(np.array(found.offsets, dtype=np.int64), item.spans)
 
     def _slow(self, text: str) -> IntArray:
         return np.array(self.tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
@@ -221,3 +234,61 @@ def tokens_in_spans(offsets: NDArray[np.int64], spans: Sequence[tuple[int, int]]
     for first, last in spans:
         trained |= np.minimum(end, last) > np.maximum(start, first)
     return trained
+
+
+def edges_in_spans(found: Any, spans: Sequence[tuple[int, int]]) -> BoolArray | None:
+    """`tokens_in_spans` of an encoding whose tokens lie in order, without all of its offsets as Python objects.
+
+    Only the tokens at a span's first and last character are looked up; those between them lie in it. None where no
+    token holds one of these characters.
+    """
+    count = len(found)
+    trained = np.zeros(count, dtype=np.bool_)
+    for first, last in spans:
+        if first >= last:
+            continue
+        begin, end = found.char_to_token(first), found.char_to_token(last - 1)
+        if begin is None or end is None:
+            return None
+        before = found.token_to_chars(end)[1]
+        end += 1
+        while end < count:  # several tokens may share a character, and one of no width covers what is before it
+            start, stop = found.token_to_chars(end)
+            if (start if start < stop else min(before, start)) >= last:
+                break
+            before = max(before, stop)
+            end += 1
+        trained[begin:end] = True
+    return trained
+
+
+def _keeps_order(backend: Any) -> Callable[[str], bool] | None:
+    """For which texts the offsets of this tokenizer go only forward, none of them empty but for trimmed white space.
+
+    That is so for byte-level ones, which most models have, as long as nothing is put in and the text is not rewritten
+    before it is cut; None for all others.
+    """
+    parts = _parts(backend.pre_tokenizer)
+    if {part["type"] for part in parts} - {"ByteLevel", "Split", "Digits"}:
+        return None
+    levels = [part for part in parts if part["type"] == "ByteLevel"]
+    if not levels or any(part["add_prefix_space"] for part in levels):
+        return None
+    if any(part.get("behavior") not in (None, "Isolated") or part.get("invert") for part in parts):
+        return None
+    forms = [part["type"] for part in _parts(backend.normalizer)]
+    if not forms:
+        return lambda _text: True
+    return _is_nfc if forms == ["NFC"] else None
+
+
+def _is_nfc(text: str) -> bool:
+    return unicodedata.is_normalized("NFC", text)
+
+
+def _parts(component: Any) -> list[dict[str, Any]]:
+    """The steps of a part of a tokenizer, each with its type and settings."""
+    if component is None:
+        return []
+    state = json.loads(component.__getstate__())
+    return list(state.get("pretokenizers", state.get("normalizers", [state])))

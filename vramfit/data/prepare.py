@@ -6,12 +6,14 @@ Every row is accounted for: it becomes sequences, or is counted under the reason
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,8 +21,9 @@ import numpy as np
 
 from vramfit.config import STARTER_QUESTIONS, STARTER_STORIES, DataChoice
 from vramfit.data import cache as disk
-from vramfit.data.conversations import Encoder, Example
+from vramfit.data.conversations import Content, Encoder, Example, RenderedBatch
 from vramfit.data.packing import pack
+from vramfit.data.pipeline import pipelined
 from vramfit.data.read import (
     ReadOptions,
     Source,
@@ -32,14 +35,16 @@ from vramfit.data.read import (
     survey_sources,
 )
 from vramfit.data.report import LengthSummary, Report, survey_from_json, survey_to_json
-from vramfit.data.rows import Row
-from vramfit.data.shapes import Conversation, Document, Dropped
+from vramfit.data.rows import BadRow, Row
+from vramfit.data.shapes import Document, Dropped
 from vramfit.data.sources import check_unchanged
 from vramfit.errors import DataError
 from vramfit.places import typed_path
 from vramfit.planning.plan import Workload
 
-BATCH_ROWS: Final = 1000
+BATCH_ROWS: Final = 250
+BATCH_CHARS: Final = 4_000_000
+"""About a million tokens, each of some 150 bytes before it is a number. Three batches are at work at once."""
 DROPPED_SHARE_TO_WARN: Final = 0.1
 LISTED_DROPPED: Final = 20
 
@@ -172,6 +177,60 @@ def pad_id(tokenizer: Any) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """Rows of one source, in order, and what they hold; `spread` is whether its documents are spread over sequences."""
+
+    spread: bool
+    rows: list[Row] = field(default_factory=list)
+    contents: list[tuple[int, Content]] = field(default_factory=list)
+    dropped: list[tuple[Row, str]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.rows) + len(self.dropped)
+
+
+def _batches(sources: list[Source]) -> Iterator[_Batch]:
+    """Every row that can be read, numbered through all sources."""
+    numbers = itertools.count()
+    for source in sources:
+        spread = source.layout.format == "text"
+        batch, chars = _Batch(spread), 0
+        for row in source_rows(source):
+            if isinstance(row, BadRow):
+                continue
+            number, content = next(numbers), source.shape.convert(row)
+            if isinstance(content, Dropped):
+                batch.dropped.append((row, content.reason))
+            else:
+                batch.rows.append(row)
+                batch.contents.append((number, content))
+                chars += _chars(content)
+            if len(batch) >= BATCH_ROWS or chars >= BATCH_CHARS:
+                yield batch
+                batch, chars = _Batch(spread), 0
+        if len(batch):
+            yield batch
+
+
+def _chars(content: Content) -> int:
+    return len(content.text) if isinstance(content, Document) else sum(len(turn.text) for turn in content.turns)
+
+
+@contextmanager
+def _objects_left_alone() -> Iterator[None]:
+    """Python looks through all objects again and again while rows are made; those of the imported libraries, of which
+    there are a million, cost a tenth of the whole time and are never free."""
+    if gc.get_freeze_count():  # someone else's
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 @dataclass
 class _Preparation:
     """One pass over the rows, and the counts it makes."""
@@ -196,28 +255,26 @@ class _Preparation:
         total = self.found.rows + sum(self.found.dropped.values())
         done = 0
         progress(0, total)
-        for source in sources:
-            rows = (item for item in source_rows(source) if isinstance(item, Row))
-            while batch := list(islice(rows, BATCH_ROWS)):
-                self._encode(batch, source, done)
+        with _objects_left_alone():
+            for batch, results in pipelined(_batches(sources), self._render, self._tokenise):
+                self._take(batch, results)
                 done += len(batch)
                 progress(min(done, total), total)
 
-    def _encode(self, batch: list[Row], source: Source, first: int) -> None:
-        places: list[Row] = []
-        contents: list[tuple[int, Conversation | Document]] = []
-        for number, row in enumerate(batch, start=first):
-            content = source.shape.convert(row)
-            if isinstance(content, Dropped):
-                self._drop(row, content.reason)
-            else:
-                places.append(row)
-                contents.append((number, content))
-        for row, result in zip(places, self.encoder.encode(contents), strict=True):
+    def _render(self, batch: _Batch) -> tuple[_Batch, RenderedBatch]:
+        return batch, self.encoder.render(batch.contents)
+
+    def _tokenise(self, rendered: tuple[_Batch, RenderedBatch]) -> tuple[_Batch, list[Example | Dropped]]:
+        return rendered[0], self.encoder.tokenise(rendered[1])
+
+    def _take(self, batch: _Batch, results: list[Example | Dropped]) -> None:
+        for row, reason in batch.dropped:
+            self._drop(row, reason)
+        for row, result in zip(batch.rows, results, strict=True):
             if isinstance(result, Dropped):
                 self._drop(row, result.reason)
             else:
-                self._keep(row, result, spread=source.layout.format == "text")
+                self._keep(row, result, spread=batch.spread)
 
     def _drop(self, row: Row, reason: str) -> None:
         self.dropped[reason] += 1
