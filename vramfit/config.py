@@ -56,6 +56,8 @@ class DataChoice(Part):
     """What it is trained on. `paths` are files, folders, or the starter's "starter:stories" / "starter:questions".
 
     `most_bad_rows` is how many unreadable rows may be left out (None: any number), where `bad_rows` says so.
+    `most_dropped_share` is the share of the rows that can be read, 0..1, which may be left out of the training for what
+    they hold or for their length without anybody having agreed to it; more refuse the run.
     `documents` is where text files are split: "auto", "whole", "blank lines", "lines", or any other text: the mark.
     """
 
@@ -64,6 +66,7 @@ class DataChoice(Part):
     encoding: str = "auto"
     bad_rows: Literal["stop", "skip"] = "stop"
     most_bad_rows: Annotated[int, Field(ge=0, le=1_000_000_000)] | None = None
+    most_dropped_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.05
     documents: Annotated[str, Field(max_length=200, pattern=r"^[^\r\n]*[^\r\n\s][^\r\n]*$")] = "auto"
     max_length: Annotated[int, Field(ge=8, le=1_048_576)] | Auto = "auto"
     too_long: Literal["cut", "drop", "split"] = "cut"

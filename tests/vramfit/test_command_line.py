@@ -154,6 +154,18 @@ def test_data_stops_at_a_bad_row_where_that_is_asked_for(tmp_path: Path, capsys:
     assert "0 may be left out" in told
 
 
+def test_data_refuses_when_more_rows_are_left_out_than_allowed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "b"}\n', encoding="utf-8")
+    assert answer(capsys, "data", str(file))["readable_rows"] == 2
+    assert answer(capsys, "data", str(file), "--most-dropped-share", "0.5")["rows"] == 1
+    told = complaint(capsys, "data", str(file), "--most-dropped-share", "0.4")
+    assert "1 of 2 rows (50.0%) would be left out" in told
+    assert "most_dropped_share" in told
+
+
 def test_data_splits_text_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "book.txt"
     file.write_text("one\ntwo ## three\n", encoding="utf-8")

@@ -16,6 +16,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "data.encoding": ("Text encoding", "auto finds it out; else a name such as utf-8 or gbk."),
     "data.bad_rows": ("Unreadable rows", "Stop at the first, or leave them out and report them."),
     "data.most_bad_rows": ("Unreadable rows at most", "So many may be left out. Empty: any number."),
+    "data.most_dropped_share": (
+        "Left out without asking",
+        "Share of the rows, 0 to 1, that may be left out. More: Start asks.",
+    ),
     "data.documents": ("Documents end at", "In text files: auto, whole, blank lines, lines, or your own mark."),
     "data.max_length": ("Sequence length", "Most tokens one example may have."),
     "data.too_long": ("Longer examples", "What happens to an example longer than that."),

@@ -16,6 +16,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "data.encoding": ("文本编码", "auto 自动识别；或写 utf-8、gbk 等。"),
     "data.bad_rows": ("读不懂的行", "遇到就停，或者跳过并报告。"),
     "data.most_bad_rows": ("最多跳过几行", "最多可以跳过多少读不懂的行。留空：不限。"),
+    "data.most_dropped_share": ("不必询问就可跳过的比例", "0 到 1：最多多大比例的行可以不训练。再多就先问你。"),
     "data.documents": ("文档的分界", "文本文件：auto、whole、blank lines、lines，或自己的标记。"),
     "data.max_length": ("序列长度", "每个样本最多的词元数。"),
     "data.too_long": ("过长的样本", "超过序列长度的样本怎么处理。"),

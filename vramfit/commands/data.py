@@ -9,7 +9,7 @@ from typing import Any
 
 from vramfit.config import RunConfig
 from vramfit.data.read import ReadOptions
-from vramfit.data.report import data_report
+from vramfit.data.report import check_dropped, data_report
 from vramfit.data.rows import BadRow
 from vramfit.errors import ConfigError, Problem
 from vramfit.places import cache_folder, default_data_folder, open_data_folder
@@ -23,6 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--encoding", default="auto", help="text encoding (default: detected)")
     parser.add_argument("--bad-rows", choices=("stop", "skip"), default="skip", help="what to do with unreadable rows")
     parser.add_argument("--most-bad-rows", metavar="N", help="refuse the data when more rows than that are unreadable")
+    parser.add_argument(
+        "--most-dropped-share",
+        metavar="SHARE",
+        help="refuse the data when more than this share of the rows, 0 to 1, would be left out of a training",
+    )
     parser.add_argument(
         "--documents",
         default="auto",
@@ -52,6 +57,8 @@ def run(options: argparse.Namespace) -> None:
         "max_length": options.max_length,
         "trained_on": options.trained_on,
     }
+    if options.most_dropped_share is not None:
+        values["most_dropped_share"] = options.most_dropped_share
     model = {} if options.model is None else {"model": {"source": options.model}}
     config = RunConfig.parse({"data": values, **model})
     chosen = None if options.model is None else config.model
@@ -60,6 +67,8 @@ def run(options: argparse.Namespace) -> None:
         refused = ReadOptions.of(config.data).refusal(report["bad_row_count"], _first_bad(report))
         if refused is not None:
             raise refused
+    if options.most_dropped_share is not None:
+        check_dropped(report["dropped"], rows=report["readable_rows"], choice=config.data)
     print(json.dumps(report, ensure_ascii=False, indent=1) if options.json else describe(report))
 
 

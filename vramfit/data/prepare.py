@@ -34,7 +34,7 @@ from vramfit.data.read import (
     source_rows,
     survey_sources,
 )
-from vramfit.data.report import LengthSummary, Report, survey_from_json, survey_to_json
+from vramfit.data.report import LengthSummary, Report, check_dropped, survey_from_json, survey_to_json
 from vramfit.data.rows import BadRow, Row
 from vramfit.data.shapes import Document, Dropped
 from vramfit.data.sources import check_unchanged
@@ -89,7 +89,8 @@ def prepare(
     cache: Path,
     progress: Progress = lambda _done, _total: None,
 ) -> PreparedData:
-    """Read, tokenise, hold out and pack what `choice` names. Raises DataError with the reason when nothing is left.
+    """Read, tokenise, hold out and pack what `choice` names. Raises DataError with the reason when nothing is left, and
+    TooManyDropped when more is left out than was agreed to.
 
     `progress(done, total)` counts rows; the total is 0 until the first pass has counted them. A tokenizer without
     chat template is given the default one when it is needed.
@@ -108,11 +109,13 @@ def prepare(
         prepared = _from_cache(groups, facts, tokenizer, time.perf_counter() - started)
         # A changed or damaged entry whose arrays still fit each other must not train something else.
         if _fingerprint(prepared.train, prepared.held_out) == prepared.fingerprint:
+            check_dropped(prepared.report.dropped, rows=prepared.report.rows, choice=choice)
             return prepared
     progress(0, 0)
     found = survey_sources(sources)
     if found.bad and (refused := options.refusal(found.bad_rows, found.bad[0])) is not None:
         raise refused
+    check_dropped(found.dropped, rows=found.rows + sum(found.dropped.values()), choice=choice)
     work = _Preparation(choice, encoder, max_length, seed, found)
     work.read(sources, progress)
     for source in sources:  # or another content would be kept under this content's hash
@@ -124,6 +127,8 @@ def prepare(
     except OSError as error:
         note = f"The tokenised data could not be kept for the next run: {error.strerror or error}."
         prepared.report.notes.append(note)
+    # After it was kept: who agrees and starts again does not wait again.
+    check_dropped(prepared.report.dropped, rows=prepared.report.rows, choice=choice)
     return prepared
 
 
@@ -150,7 +155,7 @@ def _deciding(choice: DataChoice, sources: list[Source], tokenizer: Any, max_len
         "shapes": [(s.shape.kind, sorted(s.shape.columns.items())) for s in sources],
         "tokenizer": disk.tokenizer_hash(tokenizer),
         "tokenizers": tokenizers.__version__,
-        "settings": choice.model_dump(mode="json", exclude={"paths", "max_length"}),
+        "settings": choice.model_dump(mode="json", exclude={"paths", "max_length", "most_dropped_share"}),
         "max_length": max_length,
         "seed": seed,
         "names": [source.path.name for source in sources],

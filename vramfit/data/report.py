@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -12,6 +13,7 @@ from vramfit.config import DataChoice, ModelChoice
 from vramfit.data.read import ReadOptions, Survey, bad_row_list, open_sources, source_rows, survey
 from vramfit.data.rows import BadRow, Row
 from vramfit.data.shapes import Document, Dropped
+from vramfit.errors import DataError
 
 if TYPE_CHECKING:
     from vramfit.data.prepare import PreparedData
@@ -19,6 +21,35 @@ if TYPE_CHECKING:
 SHOWN_EXAMPLES: Final = 3
 SHOWN_CHARS: Final = 20_000
 DEFAULT_MAX_LENGTH: Final = 2048
+
+
+class TooManyDropped(DataError):
+    """More of the rows would be left out than somebody agreed to: `count` of `rows`. `agreed` is the share to set where
+    that is meant."""
+
+    def __init__(self, dropped: Mapping[str, int], *, rows: int, limit: float, about: bool = False) -> None:
+        self.count, self.rows = sum(dropped.values()), rows
+        self.agreed = agreed_share(self.count / rows)
+        reasons = sorted(dropped.items(), key=lambda item: -item[1])
+        shown = "; ".join(f"{count:,} rows: {reason}" for reason, count in reasons[:3])
+        super().__init__(
+            f"{'About ' if about else ''}{self.count:,} of {rows:,} rows ({self.count / rows:.1%}) would be left out, "
+            f"the most without asking is {limit:.0%} ({shown})",
+            "Correct the data, raise the maximum length, or agree to train on the rest: set "
+            f"most_dropped_share to {self.agreed:g}.",
+        )
+
+
+def agreed_share(share: float) -> float:
+    """What to allow, by someone who agrees to leave out this share: a little more, since the page may have counted only
+    a part of the rows; far more than that is to be asked about again."""
+    return min(math.ceil(share * 20 + 1) / 20, 1.0)
+
+
+def check_dropped(dropped: Mapping[str, int], *, rows: int, choice: DataChoice, about: bool = False) -> None:
+    """Raises TooManyDropped when more than `choice.most_dropped_share` of `rows` are `dropped`, counted by reason."""
+    if sum(dropped.values()) > choice.most_dropped_share * rows:
+        raise TooManyDropped(dropped, rows=rows, limit=choice.most_dropped_share, about=about)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +175,8 @@ def report_json(
     from vramfit.data.prepare import prepare
 
     # The whole data set is looked at: nothing is held out, nothing stops at a bad row.
-    lenient = choice.model_copy(update={"bad_rows": "skip", "most_bad_rows": None, "eval_share": 0.0})
+    everything = {"bad_rows": "skip", "most_bad_rows": None, "most_dropped_share": 1.0, "eval_share": 0.0}
+    lenient = choice.model_copy(update=everything)
     prepared = prepare(
         lenient, tokenizer=tokenizer, max_length=max_length or DEFAULT_MAX_LENGTH, seed=seed, cache=cache
     )
@@ -174,6 +206,7 @@ def _survey_part(found: Survey) -> dict[str, Any]:
         "shape": found.shape,
         "columns": found.columns,
         "rows": found.rows,
+        "readable_rows": found.rows + sum(found.dropped.values()),
         "bad_rows": bad_row_list(found),
         "bad_row_count": found.bad_rows,
         "dropped": found.dropped,

@@ -11,6 +11,7 @@ import pytest
 
 from vramfit.config import DataChoice
 from vramfit.data.prepare import PreparedData, prepare
+from vramfit.data.report import TooManyDropped
 from vramfit.errors import DataError
 
 Write = Callable[..., Path]
@@ -20,7 +21,7 @@ TALK = {"question": "hello the cat", "answer": "the cat ran away home"}
 @pytest.fixture
 def run(tokenizer: Any, tmp_path: Path) -> Callable[..., PreparedData]:
     def prepared(*paths: Path, max_length: int = 64, seed: int = 1, **choice: Any) -> PreparedData:
-        values = {"eval_share": 0.0, **choice}
+        values = {"eval_share": 0.0, "most_dropped_share": 1.0, **choice}
         data = DataChoice(paths=tuple(map(str, paths)), **values)
         return prepare(data, tokenizer=tokenizer, max_length=max_length, seed=seed, cache=tmp_path / "cache")
 
@@ -179,6 +180,32 @@ def test_case_034_a_third_of_the_rows_lost_is_told_by_reason(run: Any, write_row
     assert data.report.dropped == {"'question' is null or missing": 1}
     assert data.report.dropped_rows == [("data.jsonl", 2, "'question' is null or missing")]
     assert any("33% of the rows are not used" in note for note in data.report.notes)
+
+
+def test_case_034_a_third_of_the_rows_lost_is_refused_until_someone_agrees(run: Any, write_rows: Write) -> None:
+    rows = [TALK, LONG, {"question": None, "answer": "x"}, *talks(6)]
+    path = write_rows(rows)
+    early = (
+        "1 of 9 rows (11.1%) would be left out, the most without asking is 5% (1 rows: 'question' is null or missing)"
+    )
+    with pytest.raises(TooManyDropped) as caught:
+        run(path, most_dropped_share=0.05)
+    assert caught.value.what == early
+    with pytest.raises(TooManyDropped, match=r"2 of 9 rows \(22.2%\).*longer than 32 tokens") as caught:
+        run(path, max_length=32, too_long="drop", most_dropped_share=0.2)
+    assert "most_dropped_share to 0.3" in caught.value.remedy
+    data = run(path, max_length=32, too_long="drop", most_dropped_share=caught.value.agreed)
+    assert len(data.train) == 7
+    assert data.report.from_cache  # what was refused was kept, so agreeing costs no second wait
+    with pytest.raises(TooManyDropped):
+        run(path, max_length=32, too_long="drop", most_dropped_share=0.2)
+
+
+def test_one_row_in_twenty_may_be_lost_without_asking(run: Any, write_rows: Write) -> None:
+    lost = {"question": None, "answer": "x"}
+    assert len(run(write_rows([lost, *talks(19)]), most_dropped_share=0.05).train) == 19
+    with pytest.raises(TooManyDropped):
+        run(write_rows([lost, *talks(18)], "more.jsonl"), most_dropped_share=0.05)
 
 
 def test_the_second_time_comes_from_the_disk(run: Any, write_rows: Write) -> None:
