@@ -1,6 +1,6 @@
 """The tensors of a run in the order in which they are made and freed, for the allocator's simulation.
 
-Loading, two optimizer steps (in the first the optimizer's states come, in the second everything is there) and an
+Loading, three optimizer steps (in the first the optimizer's states come; how they lie is what later ones meet) and an
 evaluation, from the same tapes and quantities as the closed form of `memory.py`: its phases are the highest moments of
 this sequence. What the closed form need not know is decided here: sizes of single tensors, the order inside a phase,
 and on which stream a tensor is made, for what one stream has freed no other can use.
@@ -32,6 +32,7 @@ from vramfit.planning.plan import Plan, Workload
 from vramfit.planning.program import OURS, Program
 from vramfit.planning.tape import GRADIENT, Step, Tape
 
+_STEPS: Final = 3
 _GATHER: Final = 1
 _REDUCE: Final = 2
 
@@ -39,13 +40,13 @@ _REDUCE: Final = 2
 def training_events(
     architecture: Architecture, plan: Plan, workload: Workload, *, program: Program = OURS, evaluates: bool = True
 ) -> tuple[Event, ...]:
-    """Tensors of loading, two steps and, when it `evaluates`, a pass without gradients.
+    """Tensors of loading, three steps and, when it `evaluates`, a pass without gradients.
 
     A step of many micro-batches is told by its first two: all later ones are as the second.
     """
     run = _Run(Work.of(architecture, plan, workload, program))
     run.load()
-    for _ in range(2):
+    for _ in range(_STEPS):
         for number in range(min(2, plan.accumulation)):
             run.micro_batch(first=number == 0)
         run.optimizer_step()
@@ -167,18 +168,18 @@ class _Run:
         """Forward, loss and backward. `first`: no gradients are there yet."""
         work, layers = self.work, range(self.shape.layers)
         root = self.make(work.root, _GATHER)
-        hidden, gathered = self.make(work.stream), 0
+        hidden = self.make(work.stream)
         blocks: list[_Kept] = []
         for layer in layers:
             gathered = self._gather(layer)
             kept, output = self._block_forward(layer, hidden)
             blocks.append(kept)
-            self.free(gathered if layer < layers[-1] else 0, hidden if not kept.start else 0)
+            self.free(gathered, hidden if not kept.start else 0)
             hidden = output
         head_cast = self.make(work.head_cast)
         gradient, head_gradient = self._loss(hidden)
         self.free(head_cast, *(cast for kept in blocks[: self.plan.recompute] for cast in kept.casts))
-        gradient = self._backward(blocks, gathered, gradient, first=first)
+        gradient = self._backward(blocks, gradient, first=first)
         self._embedding(gradient, head_gradient, first=first)
         self.free(root, *self._until_backward_ends)
         self._until_backward_ends = []
@@ -309,16 +310,13 @@ class _Run:
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
-    def _backward(self, blocks: list[_Kept], gathered: int, gradient: int, *, first: bool) -> int:
+    def _backward(self, blocks: list[_Kept], gradient: int, *, first: bool) -> int:
         """Blocks in reverse; the gradient of the first one's input."""
-        last = self.shape.layers - 1
-        there = {last: gathered}
-        leaving = 0
-        for layer in range(last, -1, -1):
-            if layer < last:
-                for needed in (layer, layer - 1):
-                    if needed >= 0 and needed not in there:
-                        there[needed] = self._gather(needed)
+        there, leaving = dict[int, int](), 0
+        for layer in range(self.shape.layers - 1, -1, -1):
+            for needed in (layer, layer - 1) if self.work.fetches_ahead(layer) else (layer,):
+                if needed not in there:
+                    there[needed] = self._gather(needed)
             self.free(leaving)
             gradient = self._block_backward(layer, blocks[layer], gradient, first=first)
             leaving = there.pop(layer)
