@@ -97,12 +97,13 @@ class Encoder:
 
     def render(self, contents: Sequence[tuple[int, Content]]) -> RenderedBatch:
         """The first half of `encode`, which waits for the process that renders. Raises DataError."""
+        _remove_limits(self._backend)
         talks = [(row, content) for row, content in contents if isinstance(content, Conversation)]
         texts = iter(self._render([talk for _, talk in talks]))
         return [(row, next(texts) if isinstance(content, Conversation) else content) for row, content in contents]
 
     def tokenise(self, batch: RenderedBatch) -> list[Example | Dropped]:
-        """The second half of `encode`, nearly all of it in the tokenizer's own threads."""
+        """The second half of `encode`, most of it in the tokenizer's own threads. Several threads may call it."""
         documents = iter(self._ids([item.text for _, item in batch if isinstance(item, Document)]))
         conversations = iter(self._masked([item for _, item in batch if isinstance(item, Rendered)]))
         results: list[Example | Dropped] = []
@@ -162,7 +163,7 @@ class Encoder:
             return []
         if self._backend is None:
             return [self._slow(text) for text in texts]
-        batch = _without_limits(self._backend).encode_batch_fast(texts, add_special_tokens=False)
+        batch = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(item.ids, dtype=np.int32) for item in batch]
 
     def _masked(self, items: list[Rendered]) -> list[tuple[IntArray, BoolArray]]:
@@ -171,7 +172,7 @@ class Encoder:
             return []
         if self._backend is None:
             return [self._piecewise(item) for item in items]
-        batch = _without_limits(self._backend).encode_batch([item.text for item in items], add_special_tokens=False)
+        batch = self._backend.encode_batch([item.text for item in items], add_special_tokens=False)
         return [
             (np.array(found.ids, dtype=np.int32), self._trained(found, item))
             for found, item in zip(batch, items, strict=True)
@@ -195,11 +196,12 @@ class Encoder:
         return np.concatenate(pieces), np.concatenate(masks)
 
 
-def _without_limits(backend: Any) -> Any:
-    """An earlier call of the tokenizer may have left truncation or padding switched on in its Rust half."""
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
+def _remove_limits(backend: Any) -> None:
+    """An earlier call of the tokenizer may have left truncation or padding switched on in its Rust half, which cannot
+    be changed while it encodes for another thread."""
+    if backend is not None and (backend.truncation or backend.padding):
+        backend.no_truncation()
+        backend.no_padding()
 
 
 def _example(ids: IntArray, trained: BoolArray, row: int) -> Example:

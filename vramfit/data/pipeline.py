@@ -17,16 +17,17 @@ def pipelined(
 ) -> Iterator[Done]:
     """`second(first(piece))` of every piece, in order. Raises what a step raises, at its piece.
 
-    Each step has a thread of its own, while the caller's makes pieces and uses results: the steps should be ones that
-    wait for another process or work outside of Python. At most three pieces are made and not yet given back.
+    The first step has a thread, the second has two, and the caller's makes pieces and uses results: the steps should be
+    ones that wait for another process or work outside of Python. Two pieces are in the second step so that one of them
+    is outside of Python while the other is not. At most four pieces are made and not yet given back.
     """
-    firsts, seconds = ThreadPoolExecutor(1, "pipeline 1"), ThreadPoolExecutor(1, "pipeline 2")
+    firsts, seconds = ThreadPoolExecutor(1, "pipeline 1"), ThreadPoolExecutor(2, "pipeline 2")
     waiting: deque[Future[Done]] = deque()
     try:
         for piece in pieces:
             half = firsts.submit(first, piece)
             waiting.append(seconds.submit(_after, half, second))
-            if len(waiting) > 2:
+            if len(waiting) > 3:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()

@@ -44,7 +44,7 @@ from vramfit.planning.plan import Workload
 
 BATCH_ROWS: Final = 250
 BATCH_CHARS: Final = 4_000_000
-"""About a million tokens, each of some 150 bytes before it is a number. Three batches are at work at once."""
+"""About a million tokens, each of some 150 bytes before it is a number. Four batches are at work at once."""
 DROPPED_SHARE_TO_WARN: Final = 0.1
 LISTED_DROPPED: Final = 20
 
