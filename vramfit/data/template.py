@@ -139,7 +139,8 @@ class Template:
         for index in answers:
             span = yield from self._span(index, messages, tools, whole.text, lengths)
             spans.append(span)
-        self.changes.update(changed)
+        if changed:
+            self.changes.update(changed)
         return Rendered(whole.text, tuple(spans), turns[-1].role == "assistant")
 
     def _text(self, messages: Sequence[Message], tools: list[Any] | None = None, *, asks: bool = False) -> str:
@@ -239,6 +240,8 @@ class Template:
 
     def _place_system(self, turns: list[Turn], changed: set[str]) -> list[Turn]:
         """System turns where the template takes them, otherwise at the head of the next user turn."""
+        if all(turn.role != "system" for turn in turns):
+            return turns
         leading = next((index for index, turn in enumerate(turns) if turn.role != "system"), len(turns))
         if leading > 1:  # templates know one system turn
             turns = [*merge_turns(turns[:leading]), *turns[leading:]]
