@@ -57,8 +57,9 @@ def layout_of(
 
 
 def head_text(scan: Scan, encoding: Encoding) -> str:
-    """The beginning of the file as text; a character cut at its end is left out."""
-    return codecs.getincrementaldecoder(encoding.codec)("replace").decode(scan.head)
+    """The beginning of the file as text; a character that the end of the head cuts is left out."""
+    whole = scan.unpacked_bytes <= len(scan.head)
+    return codecs.getincrementaldecoder(encoding.codec)("replace").decode(scan.head, whole)
 
 
 def _is_lines(head: str, scan: Scan) -> bool:

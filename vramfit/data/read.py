@@ -7,26 +7,29 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from vramfit.config import DataChoice
+from vramfit.data.crew import Crew, CrewLost, processors
 from vramfit.data.layouts import layout_of
 from vramfit.data.rows import BadRow, Layout, Row, rows_of
-from vramfit.data.shapes import Conversation, Document, Dropped, Kind, Shape, UnknownColumns, recognise
-from vramfit.data.sources import Scan, find_files, scan
+from vramfit.data.shapes import Shape, UnknownColumns, recognise
+from vramfit.data.sources import Scan, find_files, open_bytes, scan
+from vramfit.data.tally import Part, Tally, split, tally_of, total
 from vramfit.data.threads import THREAD_SHAPE, Threads, find_threads
 from vramfit.errors import DataError
 from vramfit.places import is_folder
 from vramfit.planning.plan import Workload
 
 SHAPE_SAMPLE_ROWS: Final = 100
-LISTED_BAD_ROWS: Final = 100
-MAX_HASHED_ROWS: Final = 8_000_000  # 12 bytes each, 8 more while duplicates are counted: 153 MiB
+CREW_BYTES: Final = 32 * 1024 * 1024
+"""Files of fewer bytes are read sooner by this process than others have started."""
+PART_BYTES: Final = 64 * 1024 * 1024
 BYTES_PER_TOKEN: Final = 4.0
 """A guess until there is a tokenizer. With SmolLM2's (49 K entries) English files measured 4.3 to 4.8 bytes per token;
 Chinese in UTF-8 only 1.8, because that vocabulary has few Chinese words."""
@@ -211,141 +214,102 @@ def content_hash(sources: Iterable[Source]) -> str:
 
 def survey(paths: Iterable[str | Path], options: ReadOptions | None = None) -> Survey:
     """Read every row once and say what the data set is. Bad rows never stop a survey. Raises DataError."""
-    options = options or ReadOptions()
-    return survey_sources(open_sources(paths, options))
+    named = tuple(paths)
+    with _crew_for(named) as crew:  # its processes start while the files are scanned
+        return survey_sources(open_sources(named, options or ReadOptions()), crew)
 
 
-def survey_sources(sources: list[Source]) -> Survey:
-    """`survey` for files that are already open. Raises DataError."""
-    tally = _Tally()
-    late_notes: list[str] = []
-    for source in sources:
-        layout = Layout(**{**source.layout.__dict__, "note": late_notes.append})
-        for item in source_rows(source, layout):
-            tally.add(item, source.shape)
-    notes = [note for source in sources for note in source.notes] + late_notes
-    return tally.survey(sources, notes)
+def survey_sources(sources: list[Source], crew: Crew | None = None) -> Survey:
+    """`survey` for files that are already open; `crew` reads parts of them side by side. Raises DataError."""
+    parts = [part for source in sources for part in _parts(source, crew)]
+    try:
+        tally = total(parts, crew.tallies(parts) if crew and len(parts) > 1 else map(tally_of, parts))
+    except CrewLost:
+        tally = total(parts, map(tally_of, parts))
+    return _survey_of(tally, sources)
 
 
-class _Tally:
-    """Counts over rows. Its memory is bounded: 8 bytes a row for duplicates and 4 for lengths, both up to a limit."""
+def _crew_for(paths: tuple[str | Path, ...]) -> AbstractContextManager[Crew | None]:
+    """A crew where it pays: large files that can be read side by side, and processors for it. Raises DataError."""
+    files, _ = find_files(tuple(Path(path) for path in paths))
+    size = sum(path.stat().st_size for path in files)
+    if size < CREW_BYTES or processors() < 2 or (len(files) == 1 and not _begins_with_object(files[0])):
+        return nullcontext()
+    try:
+        return Crew(processors())
+    except CrewLost:
+        return nullcontext()
 
-    def __init__(self) -> None:
-        self.rows = self.bad_rows = self.turns = self.text_bytes = self.trained_bytes = 0
-        self.bad: list[BadRow] = []
-        self.dropped: Counter[str] = Counter()
-        self.dropped_rows: list[tuple[str, int, str]] = []
-        self.roles: Counter[str] = Counter()
-        self.kinds: Counter[Kind] = Counter()
-        self.hashes = array("q")
-        self.sizes = array("I")
 
-    def add(self, item: Row | BadRow, shape: Shape) -> None:
-        if isinstance(item, BadRow):
-            self.bad_rows += 1
-            if len(self.bad) < LISTED_BAD_ROWS:
-                self.bad.append(item)
-            return
-        content = shape.convert(item)
-        if isinstance(content, Dropped):
-            self.dropped[content.reason] += 1
-            if len(self.dropped_rows) < LISTED_BAD_ROWS:
-                self.dropped_rows.append((item.path.name, item.line, content.reason))
-            return
-        self.kinds[shape.kind] += 1
-        self._add_content(content)
+def _begins_with_object(path: Path) -> bool:
+    with open_bytes(path) as stream:
+        return stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
 
-    def _add_content(self, content: Conversation | Document) -> None:
-        # This runs for every row of gigabytes: one loop over the turns, and no text is encoded that is ASCII.
-        self.rows += 1
-        if isinstance(content, Document):
-            size = trained = _bytes_of(content.text)
-            what: object = content.text
-        else:
-            size = trained = 0
-            whole: list[object] = []
-            for turn in content.turns:
-                text, role = turn.text, turn.role
-                part = len(text) if text.isascii() else _bytes_of(text)
-                whole += (role, text)
-                if turn.calls:
-                    calls = str(turn.calls)
-                    part += len(calls)
-                    whole.append((calls,))
-                size += part
-                if role == "assistant":
-                    trained += part
-                self.roles[role] += 1
-            if content.tools:
-                tools = str(content.tools)
-                size += len(tools)
-                whole.append((None, tools))
-            self.turns += len(content.turns)
-            what = tuple(whole)
-        self.text_bytes += size
-        self.trained_bytes += trained
-        if len(self.hashes) < MAX_HASHED_ROWS:
-            self.hashes.append(hash(what))
-            self.sizes.append(min(size, 2**32 - 1))
 
-    def survey(self, sources: list[Source], notes: list[str]) -> Survey:
-        if not self.rows:
-            self._refuse(sources)
-        return Survey(
-            files=tuple(str(source.path) for source in sources),
-            format=_joined(source.layout.format + (".gz" if source.scan.gzipped else "") for source in sources),
-            encoding=_joined(source.layout.encoding for source in sources),
-            shape=_joined(source.shape.kind for source in sources),
-            columns=sources[0].shape.columns,
-            rows=self.rows,
-            bad_rows=self.bad_rows,
-            bad=tuple(self.bad),
-            dropped=dict(self.dropped.most_common()),
-            dropped_rows=tuple(self.dropped_rows),
-            roles=dict(self.roles.most_common()),
-            bytes=sum(source.scan.size_bytes for source in sources),
-            text_bytes=self.text_bytes,
-            duplicates=_count_duplicates(self.hashes),
-            content_hash=content_hash(sources),
-            row_bytes=_quantiles(self.sizes),
-            mean_turns=self.turns / self.rows,
-            trained_share=self.trained_bytes / max(self.text_bytes, 1),
-            warnings=tuple(dict.fromkeys(notes + self._warnings())),
+def _parts(source: Source, crew: Crew | None) -> list[Part]:
+    part = Part(path=source.path, layout=source.layout, shape=source.shape, threads=source.threads)
+    # At least two for each process, so that none waits long for the last one; small enough to hold while others go on.
+    size = max(min(source.scan.size_bytes // (2 * processors()), PART_BYTES), CREW_BYTES // 4)
+    return [part] if crew is None else split(part, size)
+
+
+def _survey_of(tally: Tally, sources: list[Source]) -> Survey:
+    if not tally.rows:
+        _refuse_unusable(tally, sources)
+    notes = [note for source in sources for note in source.notes] + tally.notes
+    return Survey(
+        files=tuple(str(source.path) for source in sources),
+        format=_joined(source.layout.format + (".gz" if source.scan.gzipped else "") for source in sources),
+        encoding=_joined(source.layout.encoding for source in sources),
+        shape=_joined(source.shape.kind for source in sources),
+        columns=sources[0].shape.columns,
+        rows=tally.rows,
+        bad_rows=tally.bad_rows,
+        bad=tuple(tally.bad),
+        dropped=dict(tally.dropped.most_common()),
+        dropped_rows=tuple(tally.dropped_rows),
+        roles=dict(tally.roles.most_common()),
+        bytes=sum(source.scan.size_bytes for source in sources),
+        text_bytes=tally.text_bytes,
+        duplicates=_count_duplicates(tally.hashes),
+        content_hash=content_hash(sources),
+        row_bytes=_quantiles(tally.sizes),
+        mean_turns=tally.turns / tally.rows,
+        trained_share=tally.trained_bytes / max(tally.text_bytes, 1),
+        warnings=tuple(dict.fromkeys(notes + _row_warnings(tally))),
+    )
+
+
+def _row_warnings(tally: Tally) -> list[str]:
+    total_rows = tally.rows + tally.bad_rows + sum(tally.dropped.values())
+    found = []
+    if tally.bad_rows:
+        first = tally.bad[0]
+        found.append(
+            f"{tally.bad_rows:,} of {total_rows:,} rows cannot be read, the first in {first.path.name}"
+            f"{f', line {first.line}' if first.line else ''}: {first.reason}."
         )
+    for reason, count in tally.dropped.most_common(5):
+        found.append(f"{count:,} of {total_rows:,} rows are left out: {reason}.")
+    return found
 
-    def _warnings(self) -> list[str]:
-        total = self.rows + self.bad_rows + sum(self.dropped.values())
-        found = []
-        if self.bad_rows:
-            first = self.bad[0]
-            found.append(
-                f"{self.bad_rows:,} of {total:,} rows cannot be read, the first in {first.path.name}"
-                f"{f', line {first.line}' if first.line else ''}: {first.reason}."
-            )
-        for reason, count in self.dropped.most_common(5):
-            found.append(f"{count:,} of {total:,} rows are left out: {reason}.")
-        return found
 
-    def _refuse(self, sources: list[Source]) -> None:
-        path = sources[0].path
-        if self.dropped:
-            reason, count = self.dropped.most_common(1)[0]
-            line = next(line for _, line, why in self.dropped_rows if why == reason)
-            raise DataError(
-                f"No row can be used; in {count:,} of {self.bad_rows + sum(self.dropped.values()):,} rows {reason}",
-                "Correct the file, or map its columns.",
-                path=path,
-                line=line,
-            )
-        _refuse_without_rows(path, self.bad[0] if self.bad else None)
+def _refuse_unusable(tally: Tally, sources: list[Source]) -> None:
+    path = sources[0].path
+    if tally.dropped:
+        reason, count = tally.dropped.most_common(1)[0]
+        line = next(line for _, line, why in tally.dropped_rows if why == reason)
+        raise DataError(
+            f"No row can be used; in {count:,} of {tally.bad_rows + sum(tally.dropped.values()):,} rows {reason}",
+            "Correct the file, or map its columns.",
+            path=path,
+            line=line,
+        )
+    _refuse_without_rows(path, tally.bad[0] if tally.bad else None)
 
 
 def _joined(names: Iterable[str]) -> str:
     return " + ".join(dict.fromkeys(names))
-
-
-def _bytes_of(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
 
 
 def _count_duplicates(hashes: array[int]) -> int:

@@ -63,6 +63,10 @@ class BadRow:
         return DataError(self.reason, remedy, path=self.path, line=self.line, column=self.column)
 
 
+def _to_nobody(_sentence: str) -> None:
+    """Where sentences go that nobody asked for. (Unlike a lambda it can be pickled.)"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """How a file is laid out: its format, and what that format leaves open."""
@@ -73,7 +77,7 @@ class Layout:
     delimiter: str = ","
     split: TextSplit = "whole"
     mark: str = DOCUMENT_MARK
-    note: Callable[[str], None] = lambda _sentence: None
+    note: Callable[[str], None] = _to_nobody
 
 
 class _Unreadable(ValueError):
@@ -106,6 +110,7 @@ def _constant(name: str) -> Any:
 _DECODER: Final = json.JSONDecoder(
     object_pairs_hook=_object, parse_int=NumberText, parse_float=NumberText, parse_constant=_constant
 )
+_scan_once: Final[Callable[[str, int], tuple[Any, int]]] = _DECODER.scan_once  # type: ignore[attr-defined]
 
 
 def _short(text: object, limit: int = 40) -> str:
@@ -140,6 +145,15 @@ def parse_json(text: str) -> Any:
     return value
 
 
+def _decoded(text: str) -> Any:
+    """What `_DECODER.decode` gives, sooner for text that is one value and nothing else."""
+    try:
+        value, end = _scan_once(text, 0)
+    except StopIteration:
+        end = -1
+    return value if end == len(text) else _DECODER.decode(text)
+
+
 def _json_reason(error: json.JSONDecodeError) -> str:
     after = error.doc[error.pos : error.pos + 1]
     comma_before = error.doc[max(0, error.pos - 50) : error.pos].rstrip().endswith(",")
@@ -154,7 +168,7 @@ def _check_value(source: str, value: Any) -> None:
     """Depth and lone surrogates, which JSON syntax allows and nothing after it can bear. Raises ValueError."""
     if source.count("{") + source.count("[") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
         raise ValueError(f"values are nested more than {MAX_DEPTH} deep")
-    if "\\u" in source and re.search(r"\\u[dD][89a-fA-F]", source) and _has_surrogate(value):
+    if "\\" in source and "\\u" in source and re.search(r"\\u[dD][89a-fA-F]", source) and _has_surrogate(value):
         raise ValueError("a \\u escape is half of a surrogate pair, which is no character")
 
 
@@ -180,18 +194,21 @@ def _has_surrogate(value: Any) -> bool:
 def rows_of(path: Path, layout: Layout) -> Iterator[Row | BadRow]:
     """Every row of the file, in order, good and bad. Raises DataError when the rest of the file cannot be read."""
     with open_bytes(path) as stream:
-        if layout.format == "parquet":
-            yield from _parquet_rows(path, stream)
-            return
-        text = text_stream(stream, layout.codec)
-        if layout.format == "jsonl":
-            yield from _jsonl_rows(path, text, layout)
-        elif layout.format == "json":
-            yield from _JsonFile(path, text, layout).rows()
-        elif layout.format == "text":
-            yield from _text_rows(path, text, layout)
-        else:
-            yield from _csv_rows(path, text, layout)
+        yield from rows_in(stream, path, layout)
+
+
+def rows_in(stream: IO[bytes], path: Path, layout: Layout) -> Iterator[Row | BadRow]:
+    """`rows_of` for a file's unpacked bytes; lines count from where the stream begins."""
+    if layout.format == "parquet":
+        return _parquet_rows(path, stream)
+    text = text_stream(stream, layout.codec)
+    if layout.format == "jsonl":
+        return _jsonl_rows(path, text, layout)
+    if layout.format == "json":
+        return _JsonFile(path, text, layout).rows()
+    if layout.format == "text":
+        return _text_rows(path, text, layout)
+    return _csv_rows(path, text, layout)
 
 
 class _Lines:
@@ -233,7 +250,7 @@ def _jsonl_rows(path: Path, stream: IO[str], layout: Layout) -> Iterator[Row | B
 def _json_row(path: Path, number: int, line: str) -> Row | BadRow:
     text = line.strip(" \t\r\n")
     try:
-        value = _DECODER.decode(text)
+        value = _decoded(text)
         _check_value(text, value)
     except json.JSONDecodeError as error:
         return BadRow(path, number, error.pos + 1 + line.index(text[0]), _json_reason(error))

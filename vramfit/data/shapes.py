@@ -64,8 +64,8 @@ _PAIRS: Final[tuple[tuple[Kind, str, str], ...]] = (
 )
 
 
-# None of these is changed once it is made. They are not declared frozen because there are millions of them, and a frozen
-# one takes three times as long to make.
+# None of these is changed once it is made. They are not declared frozen because there are millions of them, and a
+# frozen one takes three times as long to make.
 @dataclass(slots=True)
 class Turn:
     """One turn. `calls` are an assistant's tool calls ({"name", "arguments"}); `trained` is False where the data set
@@ -264,10 +264,11 @@ def _text(folded: dict[str, str]) -> Shape | None:
 
 
 def _from_alpaca(parts: dict[str, Any], columns: dict[str, str]) -> Conversation:
-    instruction = _needed(parts, columns, "instruction", may_be_empty=True)
+    asked = _needed(parts, columns, "instruction", may_be_empty=True)
     extra = _optional(parts, columns, "input")
-    asked = "\n".join(piece for piece in (instruction, extra) if piece.strip())
-    if not asked:
+    if extra.strip():
+        asked = f"{asked}\n{extra}" if asked.strip() else extra
+    elif not asked.strip():
         raise _Verdict(f"{columns['instruction']!r} is empty")
     return _exchange(parts, columns, asked, _needed(parts, columns, "output"))
 
@@ -285,11 +286,12 @@ def _from_pair(parts: dict[str, Any], columns: dict[str, str]) -> Conversation:
 
 def _exchange(parts: dict[str, Any], columns: dict[str, str], asked: str, answer: str) -> Conversation:
     """System turn, earlier exchanges, this exchange."""
+    exchange = (Turn("user", asked), Turn("assistant", answer))
+    if "tools" not in parts and "history" not in parts and "system" not in parts:
+        return Conversation(exchange)  # as nearly all rows are
     system = _optional(parts, columns, "system")
-    turns = [Turn("system", system)] if system.strip() else []
-    turns += _history(parts.get("history"))
-    turns += [Turn("user", asked), Turn("assistant", answer)]
-    return Conversation(tuple(turns), _tools(parts.get("tools")))
+    before = [Turn("system", system)] if system.strip() else []
+    return Conversation((*before, *_history(parts.get("history")), *exchange), _tools(parts.get("tools")))
 
 
 def _history(value: Any) -> list[Turn]:
@@ -468,7 +470,9 @@ def _needed(parts: Mapping[str, Any], columns: Mapping[str, str], part: str, *, 
 
 def _optional(parts: Mapping[str, Any], columns: Mapping[str, str], part: str) -> str:
     value = parts.get(part)
-    return "" if value is None else _text_value(value, columns[part])
+    if value is None:
+        return ""
+    return value if type(value) is str else _text_value(value, columns[part])
 
 
 def _text_value(value: Any, name: str) -> str:
