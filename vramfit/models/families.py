@@ -273,7 +273,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "falcon": Family(
         activation="gelu",
         tied=True,
-        keys={"kv_heads": "", "mlp_width": "ffn_hidden_size", "activation": "activation"},
+        keys={"kv_heads": "", "head_dim": "", "mlp_width": "ffn_hidden_size", "activation": "activation"},
         facts=_LAYERNORM_PLAIN,
         switches={"qkv_bias": ("bias", False), "out_bias": ("bias", False), "mlp_bias": ("bias", False)},
         qkv=("query_key_value",),
@@ -313,6 +313,10 @@ OWN_CODE_NAMES: Final[Mapping[str, Family]] = {
     "qwen": Family(qkv=("c_attn",), out="c_proj", up=("w1", "w2"), down="c_proj"),
 }
 """Module names of those, for the catalogue's estimates."""
+
+EAGER_ONLY: Final = frozenset({"gemma2", "gpt_oss", "gpt_neo", "mpt", "bloom"})
+"""Families whose attention does more than a fused kernel can (capped scores, sinks, ALiBi in their own code):
+`transformers` refuses them SDPA, so their scores are made in memory."""
 
 CHANGES_LOGITS: Final = frozenset({"cohere", "cohere2", "granite", "granitemoe", "minicpm"})
 """Families that scale what the head gives (besides those with a soft cap)."""

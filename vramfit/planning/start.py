@@ -10,6 +10,7 @@ from vramfit.config import Precision, RunConfig
 from vramfit.errors import ConfigError, Problem
 from vramfit.hardware.devices import Device
 from vramfit.models.architecture import Architecture
+from vramfit.models.families import EAGER_ONLY
 from vramfit.planning.plan import Plan, WeightFormat, Workload
 from vramfit.units import GIB, MIB, format_bytes
 
@@ -47,6 +48,7 @@ def start(config: RunConfig, architecture: Architecture, device: Device, workloa
         recompute=architecture.layers,
         loss=loss,
         loss_chunk_tokens=0 if loss == "full" else chunk_tokens(architecture.vocab_size),
+        attention="eager" if architecture.family in EAGER_ONLY else "sdpa",
         packing=workload.packed or config.data.packing is True,
         lora_rank=config.adapter.rank if config.trains_adapter else 0,
         lora_targets=_targets(config),

@@ -1,0 +1,146 @@
+"""The closed form against the traced engine step: python bench/trace_against_closed_form.py [--only NAME] [--json]
+
+Every model of the catalogue that `transformers` builds, at three plans: full fine-tuning with recompute, LoRA that
+keeps its activations, QLoRA in 16 bits with recompute. Goal: within 3 % each. Also prints the slowest trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from vramfit.engine.trace import trace
+from vramfit.errors import ModelError
+from vramfit.models import catalogue
+from vramfit.models.architecture import Architecture
+from vramfit.models.config_json import config_values
+from vramfit.models.families import EAGER_ONLY
+from vramfit.planning.memory import estimate_memory
+from vramfit.planning.plan import Plan, Workload
+from vramfit.planning.start import chunk_tokens
+
+LENGTH = 1024
+GOAL = 0.03
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One model and plan: bytes by the closed form and by the trace."""
+
+    name: str
+    family: str
+    plan: str
+    predicted: int
+    traced: int
+    phase: str
+    seconds: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.traced - 1
+
+
+def plans(architecture: Architecture) -> dict[str, Plan]:
+    """Three plans of one model."""
+    plain = architecture.plain_logits
+    shared: dict[str, Any] = {
+        "device": "cpu",
+        "budget_bytes": 0,
+        "max_length": min(LENGTH, architecture.max_position),
+        "micro_batch": 2,
+        "loss": "chunked" if plain else "full",
+        "loss_chunk_tokens": chunk_tokens(architecture.vocab_size) if plain else 0,
+        "attention": "eager" if architecture.family in EAGER_ONLY else "sdpa",
+    }
+    adapted = {"lora_rank": 16, "lora_targets": ("all-linear",)}
+    everything = architecture.layers
+    return {
+        "full": Plan(
+            method="full", compute="fp32", weight_format="fp32", accumulation=2, recompute=everything, **shared
+        ),
+        "lora": Plan(
+            method="lora", compute="bf16", weight_format="bf16", accumulation=1, recompute=0, **shared, **adapted
+        ),
+        "qlora": Plan(
+            method="qlora",
+            compute="bf16",
+            weight_format="nf4",
+            accumulation=2,
+            recompute=everything,
+            **shared,
+            **adapted,
+        ),
+    }
+
+
+def compare(architecture: Architecture, name: str, plan: Plan) -> Compared:
+    """Raises ModelError where transformers cannot build the model."""
+    began = time.perf_counter()
+    made = trace(config_values(architecture), plan, length=plan.max_length, name=architecture.name)
+    work = Workload(sequences=100, mean_tokens=plan.max_length, longest_tokens=plan.max_length, exact=True)
+    estimate = estimate_memory(architecture, plan, work)
+    return Compared(
+        name=architecture.name,
+        family=architecture.family,
+        plan=name,
+        predicted=estimate.peak_bytes,
+        traced=made.peak_bytes,
+        phase=f"{estimate.peak.name} / {max(made.phases, key=lambda phase: made.phases[phase])}",
+        seconds=time.perf_counter() - began,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="models whose name or family contains this")
+    parser.add_argument("--one-per-family", action="store_true", help="the first model of each family")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    rows: list[Compared] = []
+    skipped: dict[str, str] = {}
+    families: set[str] = set()
+    for model in catalogue.known():
+        architecture = catalogue.find(model)
+        assert architecture is not None
+        if options.only not in f"{model} {architecture.family}" or (
+            options.one_per_family and architecture.family in families
+        ):
+            continue
+        families.add(architecture.family)
+        for name, plan in plans(architecture).items():
+            try:
+                rows.append(compare(architecture, name, plan))
+            except ModelError as error:
+                skipped[model] = error.what
+                break
+            except Exception as error:
+                skipped[f"{model} {name}"] = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
+                continue
+            if not options.json:
+                row = rows[-1]
+                print(
+                    f"{row.name:<46}{row.family:<14}{row.plan:<7}{row.error:+8.2%}  {row.phase:<44}"
+                    f"{row.seconds:5.1f} s",
+                    flush=True,
+                )
+    figures = {
+        "compared": len(rows),
+        "within goal": sum(abs(row.error) <= GOAL for row in rows),
+        "worst": max((abs(row.error) for row in rows), default=None),
+        "slowest seconds": max((row.seconds for row in rows), default=None),
+        "skipped": skipped,
+    }
+    print(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,411 @@
+"""The real engine step without its memory: python -m vramfit.engine.trace < request.json.
+
+The model is built and trained for two steps on fake tensors (`torch._subclasses.FakeTensorMode`): shapes and storages
+are real, numbers are not there. A dispatch mode follows every storage from its first use to its end, so the peak is
+known to the byte. Memory is exactly linear in blocks, so two or three depths are traced and the model's own depth is
+reckoned from them; one more trace checks that it is linear.
+
+What it does not see: the kernels of another device (traced is the CPU's set), the allocator's rounding (see
+`planning.allocator`), and 4-bit weights, which are traced in 16 bits and counted as they are stored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from vramfit.config import ScheduleChoice
+from vramfit.engine.loss import Targets
+from vramfit.engine.optimizers import build_optimizer
+from vramfit.engine.precision import DTYPES
+from vramfit.engine.resident import Piece, ResidentExecutor, StepResult, Trained
+from vramfit.errors import InternalError, ModelError, VramfitError
+from vramfit.models.architecture import Architecture, from_config
+from vramfit.planning.memory import QUANTISED, weight_bytes
+from vramfit.planning.plan import Plan
+
+PHASES: Final = ("load", "loss", "backward", "step", "evaluation")
+LINEAR_WITHIN: Final = 0.002
+"""How far a third depth may lie off the line through the first two, as a share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """Peaks of allocated bytes by phase at the model's own depth, and how they were found.
+
+    `linear` is False when a check depth was off the line by more than 0.2 %, and then the whole model was traced.
+    `timeline` is (operation number, bytes alive, phase) of the deepest trace, which had `traced_blocks` blocks.
+    """
+
+    phases: dict[str, int]
+    traced_blocks: int
+    linear: bool
+    operations: int
+    timeline: tuple[tuple[int, int, str], ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.phases.values())
+
+
+class StorageFollower(TorchDispatchMode):
+    """Bytes of storages alive, from the first operation that returns one until its last tensor is gone.
+
+    Operations that would need numbers are answered: a scalar is 1, two tensors are equal, and `trained_share` of the
+    labels carry loss.
+    """
+
+    def __init__(self, *, trained_share: float = 1.0, packed: bool = False) -> None:
+        super().__init__()
+        self._packed = packed
+        self.alive = 0
+        self.phase = "load"
+        self.peaks: dict[str, int] = dict.fromkeys(PHASES, 0)
+        self.operations = 0
+        self.timeline: list[tuple[int, int, str]] = []
+        self._trained_share = trained_share
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.operations += 1
+        answer = _ANSWERS.get(func)
+        result = answer(self, args) if answer else func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._follow(leaf.untyped_storage())
+        self.timeline.append((self.operations, self.alive, self.phase))
+        return result
+
+    @contextlib.contextmanager
+    def within(self, phase: str) -> Iterator[None]:
+        """Peaks inside belong to `phase`, those after it to what was before."""
+        before, self.phase = self.phase, phase
+        self._note()
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def forget(self) -> None:
+        """Peaks and timeline begin anew; what is alive stays."""
+        self.peaks = {**dict.fromkeys(PHASES, 0), "load": self.peaks["load"]}
+        self.timeline.clear()
+
+    def picked(self, args: tuple[Any, ...]) -> Tensor:
+        """`nonzero` of a mask whose values nobody knows: as many rows as tokens carry loss."""
+        mask: Tensor = args[0]
+        rows = max(1, round(mask.numel() * self._trained_share))
+        return torch.ops.aten.new_empty.default(mask, [rows, mask.ndim], dtype=torch.long)  # type: ignore[no-any-return]
+
+    def scalar(self, args: tuple[Any, ...]) -> bool | float:
+        """The number in a tensor. Questions about masks ask whether a mask hides nothing: not where rows are packed."""
+        return not self._packed if args[0].dtype == torch.bool else 1.0
+
+    def grouped_product(self, args: tuple[Any, ...]) -> Tensor:
+        """Experts' products: its own rule for fake tensors knows 16-bit numbers only."""
+        left, right, *rest = args
+        groups = rest[0].numel() if rest else right.shape[0]
+        if left.ndim == 2 and right.ndim == 2:
+            shape = [groups, left.shape[0], right.shape[1]]
+        elif left.ndim == 2:
+            shape = [left.shape[0], right.shape[2]]
+        else:
+            shape = [left.shape[1], right.shape[1]]
+        return torch.ops.aten.new_empty.default(left, shape)  # type: ignore[no-any-return]
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._storages:
+            return
+        size = storage.nbytes()
+        self._storages[key] = weakref.ref(storage, lambda _: self._end(key, size))
+        self.alive += size
+        self._note()
+
+    def _end(self, key: int, size: int) -> None:
+        self._storages.pop(key, None)
+        self.alive -= size
+
+    def _note(self) -> None:
+        self.peaks[self.phase] = max(self.peaks[self.phase], self.alive)
+
+
+_ANSWERS: Final[Mapping[Any, Callable[[StorageFollower, tuple[Any, ...]], Any]]] = {
+    torch.ops.aten._local_scalar_dense.default: StorageFollower.scalar,
+    torch.ops.aten._grouped_mm.default: StorageFollower.grouped_product,
+    torch.ops.aten.equal.default: lambda follower, args: True,
+    torch.ops.aten.nonzero.default: StorageFollower.picked,
+}
+
+
+class TracedExecutor(ResidentExecutor):
+    """The engine's own executor; only says which phase it is in."""
+
+    def __init__(self, model: nn.Module, *, follower: StorageFollower, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._follower = follower
+        self._peak = _NoMeter()  # type: ignore[assignment]
+
+    def step(self, micro_batches: Any, learning_rate: float) -> StepResult:
+        with self._follower.within("backward"):
+            return super().step(micro_batches, learning_rate)
+
+    def _summed_loss(self, piece: Piece, targets: Targets, *, gradient_scale: float = 1.0) -> Tensor:
+        phase = "loss" if self._follower.phase == "backward" else self._follower.phase
+        with self._follower.within(phase):
+            return super()._summed_loss(piece, targets, gradient_scale=gradient_scale)
+
+    def _finish(self, losses: list[Tensor], trained: Trained, recovered: str) -> StepResult:
+        with self._follower.within("step"):
+            return super()._finish(losses, trained, recovered)
+
+
+class _NoMeter:
+    """Fake tensors have no allocator to ask."""
+
+    def watch(self, tokens: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+def trace(
+    values: Mapping[str, Any], plan: Plan, *, length: int, trained_share: float = 1.0, name: str = "model"
+) -> Trace:
+    """Trace `plan` for the model of a config.json, every sequence `length` tokens long.
+
+    Raises ModelError when `transformers` cannot build it.
+    """
+    architecture = from_config(values, name)
+    tracer = _Depths(values, architecture, plan, length, trained_share)
+    return tracer.trace()
+
+
+@dataclass
+class _Depths:
+    """Traces of fewer blocks than the model has. A depth is (recomputed, kept) blocks, recomputed ones first."""
+
+    values: Mapping[str, Any]
+    architecture: Architecture
+    plan: Plan
+    length: int
+    trained_share: float
+
+    def trace(self) -> Trace:
+        recomputed, layers = min(self.plan.recompute, self.architecture.layers), self.architecture.layers
+        wanted = (recomputed, layers - recomputed)
+        fewest = self._fewest
+        start = tuple(min(count, fewest) for count in wanted)
+        if sum(wanted) <= sum(start) + 2 * self._unit or self._unit > 4:
+            return self._whole(wanted)
+        base = self._run(start)
+        found, linear, deepest = dict(base.phases), True, base
+        for axis, (count, few) in enumerate(zip(wanted, start, strict=True)):
+            if count <= few:
+                continue
+            one, two = (self._run(_moved(start, axis, steps * self._unit)) for steps in (1, 2))
+            for phase in PHASES:
+                each = one.phases[phase] - base.phases[phase]
+                expected = one.phases[phase] + each
+                linear = linear and abs(two.phases[phase] - expected) <= LINEAR_WITHIN * max(expected, 1)
+                found[phase] += each * (count - few) // self._unit
+            deepest = max(deepest, two, key=lambda made: made.traced_blocks)
+        if not linear:
+            return dataclasses.replace(self._whole(wanted), linear=False)
+        return dataclasses.replace(deepest, phases=self._stored(found))
+
+    @property
+    def _unit(self) -> int:
+        """Blocks after which the pattern repeats."""
+        experts = self.architecture.experts
+        return experts.every if experts else 1
+
+    @property
+    def _fewest(self) -> int:
+        """Blocks of each kind in the smallest trace: those that are not like the others, and two that are."""
+        experts = self.architecture.experts
+        first = experts.first_moe_layer if experts else 0
+        return first + 2 * self._unit
+
+    def _whole(self, wanted: tuple[int, int]) -> Trace:
+        made = self._run(wanted)
+        return dataclasses.replace(made, phases=self._stored(made.phases))
+
+    def _stored(self, phases: Mapping[str, int]) -> dict[str, int]:
+        """4-bit weights were traced in 16 bits: the difference does not move."""
+        if self.plan.weight_format not in QUANTISED or not self.plan.lora_rank:
+            return dict(phases)
+        plain = dataclasses.replace(self.plan, weight_format=self.plan.compute)
+        less = int(weight_bytes(self.architecture, plain) - weight_bytes(self.architecture, self.plan))
+        return {phase: size - less for phase, size in phases.items()}
+
+    def _run(self, depth: tuple[int, ...]) -> Trace:
+        recomputed, kept = depth
+        follower = StorageFollower(trained_share=self.trained_share, packed=self.plan.packing)
+        plan = dataclasses.replace(self.plan, recompute=recomputed, device="cpu")
+        model = self._model(plan, recomputed + kept)
+        with _untraced_masks(), FakeTensorMode(allow_non_fake_inputs=True), follower:
+            materialise(model)
+            executor = TracedExecutor(
+                model, follower=follower, plan=plan, optimizer=build_optimizer(model, ScheduleChoice(), plan)
+            )
+            batch = _batch(plan.micro_batch, self.length, packed=plan.packing)
+            for _ in range(2):  # the optimizer's states only exist from the second step on
+                follower.forget()
+                executor.step([batch] * min(plan.accumulation, 2), learning_rate=1e-4)
+            with follower.within("evaluation"):
+                executor.evaluate([batch])
+        return Trace(
+            phases=dict(follower.peaks),
+            traced_blocks=recomputed + kept,
+            linear=True,
+            operations=follower.operations,
+            timeline=thinned(follower.timeline),
+        )
+
+    def _model(self, plan: Plan, layers: int) -> nn.Module:
+        """On the meta device: without numbers and without memory."""
+        with torch.device("meta"):
+            model = _built(self.values, plan, layers)
+            if not plan.lora_rank:
+                return model
+            from vramfit.models.adapters import attach_adapters
+
+            targets = "all-linear" if plan.lora_targets == ("all-linear",) else plan.lora_targets
+            return attach_adapters(
+                model, rank=plan.lora_rank, alpha=16.0, dropout=plan.lora_dropout, targets=targets, seed=0
+            )
+
+
+@contextlib.contextmanager
+def _untraced_masks() -> Iterator[None]:
+    """`transformers` makes masks it would not need when it sees fake tensors, because a compiler's graph must bear any
+    mask. A real step makes none, so for the trace it is told that nothing is traced."""
+    from transformers import masking_utils
+
+    asked = getattr(masking_utils, "is_tracing", None)
+    if asked is None:
+        yield
+        return
+    masking_utils.is_tracing = lambda tensor=None: False
+    try:
+        yield
+    finally:
+        masking_utils.is_tracing = asked
+
+
+def materialise(model: nn.Module) -> None:
+    """Give every parameter and buffer on the meta device a storage of its own, shared ones one storage."""
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for places in (module._parameters, module._buffers):
+            for name, value in places.items():
+                if value is None:
+                    continue
+                if id(value) not in made:
+                    empty = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+                    trains = isinstance(value, nn.Parameter)
+                    made[id(value)] = nn.Parameter(empty, requires_grad=value.requires_grad) if trains else empty
+                places[name] = made[id(value)]
+
+
+def _moved(depth: tuple[int, ...], axis: int, steps: int) -> tuple[int, ...]:
+    return tuple(count + (steps if index == axis else 0) for index, count in enumerate(depth))
+
+
+def _built(values: Mapping[str, Any], plan: Plan, layers: int) -> nn.Module:
+    """The model with `layers` blocks, its lists (one entry per block) as long. Raises ModelError."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**_shortened(values, layers))
+    dtype = DTYPES[plan.compute if plan.weight_format in QUANTISED and plan.lora_rank else plan.weight_format]
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="eager" if plan.attention == "eager" else "sdpa"
+        )
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(f"transformers cannot build this model: {reason}", "Check its config.json.") from error
+    return model
+
+
+def _shortened(values: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    from vramfit.models import families
+
+    family = families.FAMILIES[families.ALIASES.get(str(values["model_type"]), str(values["model_type"]))]
+    key = family.keys.get("layers", families.USUAL_KEYS["layers"])
+    whole = values[key]
+    cut = {
+        name: value[:layers] if isinstance(value, list) and len(value) == whole else value
+        for name, value in values.items()
+    }
+    return {**cut, key: layers}
+
+
+@dataclass(frozen=True)
+class _Batch:
+    input_ids: Tensor
+    labels: Tensor
+    attention_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+    weights: Tensor | None = None
+
+
+def _batch(rows: int, length: int, *, packed: bool) -> _Batch:
+    ids = torch.zeros(rows, length, dtype=torch.long)
+    if not packed:
+        return _Batch(ids, ids.clone())
+    half = torch.arange(length) % max(1, length // 2)
+    return _Batch(ids, ids.clone(), position_ids=half.repeat(rows, 1))
+
+
+def thinned(timeline: list[tuple[int, int, str]], most: int = 600) -> tuple[tuple[int, int, str], ...]:
+    """At most about `most` points, each the highest of its stretch."""
+    stretch = max(1, -(-len(timeline) // most))
+    return tuple(
+        max(timeline[start : start + stretch], key=lambda point: point[1]) for start in range(0, len(timeline), stretch)
+    )
+
+
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """{"trace": ...} for {config_json or model, plan, length, trained_share}, or {"error": {what, remedy}}."""
+    try:
+        plan = Plan(
+            **{name: tuple(value) if isinstance(value, list) else value for name, value in request["plan"].items()}
+        )
+        made = trace(
+            request["config"],
+            plan,
+            length=int(request["length"]),
+            trained_share=float(request.get("trained_share", 1.0)),
+            name=str(request.get("name", "model")),
+        )
+        return {"trace": {**dataclasses.asdict(made), "peak_bytes": made.peak_bytes}}
+    except VramfitError as error:
+        return {"error": {"kind": type(error).__name__, "what": error.what, "remedy": error.remedy}}
+    except Exception as error:  # torch refuses on fake tensors what it does with real ones
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        wrong = InternalError(f"This model cannot be traced: {type(error).__name__}: {reason}")
+        return {"error": {"kind": "InternalError", "what": str(wrong), "remedy": ""}}
+
+
+def main() -> None:
+    """Read a request from standard input, write the answer as the last line of standard output."""
+    found = answer(json.loads(sys.stdin.buffer.read().decode("utf-8")))
+    sys.stdout.write("\n" + json.dumps(found, ensure_ascii=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()
