@@ -157,6 +157,7 @@ class _Batch:
     labels: Any
     attention_mask: Any = None
     position_ids: Any = None
+    weights: Any = None
 
 
 def _batch(plan: Plan, vocab: int) -> _Batch:

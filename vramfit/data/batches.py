@@ -30,7 +30,7 @@ class MicroBatch:
     the padding behind it, and kernels are faster without a mask. `position_ids` [B, S] is None unless sequences are
     packed; then they restart at 0 with every document, and from the restarts (call the model with `use_cache=False`)
     transformers separates the documents' attention. `rows` are the examples' row numbers. `trained_tokens` counts
-    the labels that are not -100.
+    the labels that are not -100. `weights` [B, S] fp32 are each label's share in the loss, None where all are 1.
     """
 
     input_ids: torch.Tensor
@@ -39,6 +39,7 @@ class MicroBatch:
     position_ids: torch.Tensor | None
     rows: tuple[int, ...]
     trained_tokens: int
+    weights: torch.Tensor | None = None
 
 
 class StepOrder:

@@ -4,8 +4,9 @@ Logits cost 6 to 12 bytes per token and vocabulary entry, more than all else in 
 only positions that carry loss are projected; they are projected a chunk at a time; and a chunk's gradient is taken at
 once, so that no logits wait for backward.
 
-The loss is a *sum* over tokens in fp32. Dividing it by the tokens of the whole optimizer step makes the gradient
-independent of how the step was cut into micro-batches, whatever their lengths.
+The loss is a *sum* over tokens in fp32, each times its weight where the data gives weights. Dividing it by the tokens
+(by the sum of the weights) of the whole optimizer step makes the gradient independent of how the step was cut into
+micro-batches, whatever their lengths.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Batch(Protocol):
     """What is needed of a micro-batch. All tensors [B, S]; a label of -100 carries no loss.
 
     `position_ids` restart at 0 where a new sequence begins in a packed row; `attention_mask` is 1 on real tokens.
+    `weights` are fp32, each label's share in the loss; a weight of 0 carries none, and without weights all are 1.
     """
 
     @property
@@ -49,18 +51,29 @@ class Batch(Protocol):
     def attention_mask(self) -> Tensor | None: ...
     @property
     def position_ids(self) -> Tensor | None: ...
+    @property
+    def weights(self) -> Tensor | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """Which positions of a flattened [B * S] batch are projected, and the token each must predict, both [N]."""
+    """Which positions of a flattened [B * S] batch are projected, and the token each must predict, both [N].
+
+    `weights` [N] fp32 are above 0; None means that all are 1, and costs nothing.
+    """
 
     positions: Tensor
     tokens: Tensor
+    weights: Tensor | None = None
 
     @property
     def count(self) -> int:
         return self.tokens.numel()
+
+    @property
+    def weight(self) -> float:
+        """The sum of the weights: what the summed loss is divided by."""
+        return float(self.count) if self.weights is None else self.weights.sum(dtype=torch.float64).item()
 
 
 def targets_of(batch: Batch) -> Targets:
@@ -75,8 +88,14 @@ def targets_of(batch: Batch) -> Targets:
         starts = batch.position_ids[:, 1:] == 0
         shifted[:, :-1].masked_fill_(starts, IGNORED)
     flat = shifted.flatten()
-    positions = (flat != IGNORED).nonzero().squeeze(1)
-    return Targets(positions=positions, tokens=flat[positions])
+    if batch.weights is None:
+        positions = (flat != IGNORED).nonzero().squeeze(1)
+        return Targets(positions=positions, tokens=flat[positions])
+    ahead = torch.zeros_like(batch.weights, dtype=torch.float32)
+    ahead[:, :-1] = batch.weights[:, 1:]
+    positions = ((flat != IGNORED) & (ahead.flatten() != 0)).nonzero().squeeze(1)
+    weights = ahead.flatten()[positions]
+    return Targets(positions=positions, tokens=flat[positions], weights=None if (weights == 1).all() else weights)
 
 
 def model_inputs(batch: Batch, device: torch.device) -> dict[str, Tensor]:
@@ -101,7 +120,8 @@ def _only_ends_hidden(mask: Tensor) -> bool:
 class TokenLoss:
     """The summed cross-entropy of a causal language model, in the way the plan asks for where the model allows it.
 
-    `kind` is what is really done and `reason` why it differs from what was asked, or "".
+    `kind` is what is really done and `reason` why it differs from what was asked, or "". torch's fused kernel takes no
+    weights: targets that have some are computed by the chunked loss.
     """
 
     def __init__(self, model: nn.Module, *, kind: LossKind, chunk_tokens: int = 0, compute: Precision = "fp32") -> None:
@@ -119,20 +139,20 @@ class TokenLoss:
             self.kind = "chunked" if self.reason else "fused"
 
     def __call__(self, inputs: dict[str, Tensor], targets: Targets, *, gradient_scale: float = 1.0) -> Tensor:
-        """The loss summed over `targets`, an fp32 scalar. `targets` and `inputs` are on the model's device.
+        """The weighted loss summed over `targets`, an fp32 scalar. `targets` and `inputs` are on the model's device.
 
         `gradient_scale` is what the caller will multiply the loss by before backward: known here, it keeps 16-bit
         gradients of the logits from underflowing. It does not change the result.
         """
         if self._decoder is None:
             logits = self.model(**inputs, use_cache=False).logits.flatten(0, 1)[targets.positions]
-            return F.cross_entropy(logits.float(), targets.tokens, reduction="sum")
+            return _whole_sum(logits, targets)
         output = self._decoder(**inputs, use_cache=False)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, targets.positions)
         if self.kind == "full":
-            return F.cross_entropy(self._head(hidden).float(), targets.tokens, reduction="sum")
+            return _whole_sum(self._head(hidden), targets)
         weight, bias = self._head.weight, self._head.bias
-        if self.kind == "fused":
+        if self.kind == "fused" and targets.weights is None:
             return fused_sum(
                 hidden, weight, bias, targets.tokens, chunk_tokens=self.chunk_tokens, dtype=DTYPES[self.compute]
             )
@@ -141,10 +161,17 @@ class TokenLoss:
             weight,
             bias,
             targets.tokens,
+            weights=targets.weights,
             chunk_tokens=self.chunk_tokens,
             dtype=DTYPES[self.compute],
             gradient_scale=gradient_scale if self.compute != "fp32" else 1.0,
         )
+
+
+def _whole_sum(logits: Tensor, targets: Targets) -> Tensor:
+    if targets.weights is None:
+        return F.cross_entropy(logits.float(), targets.tokens, reduction="sum")
+    return (F.cross_entropy(logits.float(), targets.tokens, reduction="none") * targets.weights).sum()
 
 
 def chunked_sum(
@@ -153,19 +180,21 @@ def chunked_sum(
     bias: Tensor | None,
     targets: Tensor,
     *,
+    weights: Tensor | None = None,
     chunk_tokens: int = 0,
     dtype: torch.dtype = torch.float32,
     gradient_scale: float = 1.0,
 ) -> Tensor:
     """Cross-entropy of `hidden @ weight.T + bias` summed over rows, holding `chunk_tokens` rows of logits at a time.
 
-    hidden [N, H], weight [V, H], bias [V] or None, targets [N] without ignored ones. Products are computed in `dtype`,
-    the loss and sums in fp32. Works with torch >= 2.11. Can be differentiated once.
+    hidden [N, H], weight [V, H], bias [V] or None, targets [N] without ignored ones, weights [N] fp32 by which each
+    row's loss is multiplied. Products are computed in `dtype`, the loss and sums in fp32. Works with torch >= 2.11.
+    Can be differentiated once.
     """
     rows = chunk_tokens or chunk_rows(weight.shape[0])
     needs_gradient = torch.is_grad_enabled()
     apply: Any = _ChunkedSum.apply
-    loss: Tensor = apply(hidden, weight, bias, targets, rows, dtype, gradient_scale, needs_gradient)
+    loss: Tensor = apply(hidden, weight, bias, targets, weights, rows, dtype, gradient_scale, needs_gradient)
     return loss
 
 
@@ -211,6 +240,7 @@ class _ChunkedSum(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
+        weights: Tensor | None,
         rows: int,
         dtype: torch.dtype,
         scale: float,
@@ -228,13 +258,17 @@ class _ChunkedSum(torch.autograd.Function):
             logits = F.linear(chunk, cast_weight, None if bias is None else bias.to(dtype)).float()
             normaliser = logits.logsumexp(dim=1, keepdim=True)
             picked = targets[part].unsqueeze(1)
-            total += (normaliser - logits.gather(1, picked)).sum()
+            shares = None if weights is None else weights[part].unsqueeze(1)
+            losses = normaliser - logits.gather(1, picked)
+            total += (losses if shares is None else losses * shares).sum()
             if grad_hidden is None and grad_weight is None and grad_bias is None:
                 continue
             gradient = logits.sub_(normaliser).exp_()  # softmax, in place: the logits are not needed again
             gradient.scatter_add_(1, picked, gradient.new_full((), -1.0).expand_as(picked))
             if scale != 1.0:
                 gradient.mul_(scale)
+            if shares is not None:
+                gradient.mul_(shares)
             if grad_bias is not None:
                 grad_bias += gradient.sum(dim=0)
             narrow = gradient.to(dtype)
@@ -259,7 +293,7 @@ class _ChunkedSum(torch.autograd.Function):
         # In place, because a second copy of the head's gradient is what this class exists to avoid.
         gradients = [None if gradient is None else gradient.mul_(factor) for gradient in ctx.gradients]
         ctx.gradients = None
-        return (*gradients, None, None, None, None, None)
+        return (*gradients, None, None, None, None, None, None)
 
 
 def _add_product(total: Tensor, gradient: Tensor, chunk: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,8 @@ _MODEL, _OPTIMIZER, _RANDOM = "model.", "optimizer.", "random."
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """One optimizer step. `loss` is the mean over `tokens` trained tokens, `grad_norm` the global norm before clipping.
+    """One optimizer step. `loss` is the mean over `tokens` trained tokens, weighted where the data gives weights, and
+    `grad_norm` the global norm before clipping.
 
     `skipped` is True when the weights were left as they were: fp16's scaler refused overflowing gradients, or loss or
     gradient were not finite, and then `problem` is one sentence about it (also when the loss scale has collapsed).
@@ -42,6 +43,18 @@ class StepResult:
     recovered: str = ""
 
 
+class Trained(NamedTuple):
+    """How many tokens carry loss, and the sum of their weights, by which the summed loss is divided."""
+
+    tokens: int
+    weight: float
+
+    @classmethod
+    def of(cls, targets: Iterable[Targets]) -> Trained:
+        counts = [(each.count, each.weight) for each in targets]
+        return cls(sum(tokens for tokens, _ in counts), math.fsum(weight for _, weight in counts))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """Rows of a micro-batch, as many as go through the model at once. Tensors [B, S] where the data was made."""
@@ -50,6 +63,7 @@ class Piece:
     labels: Tensor
     attention_mask: Tensor | None
     position_ids: Tensor | None
+    weights: Tensor | None = None
 
     @classmethod
     def of(cls, batch: Batch) -> Piece:
@@ -58,6 +72,7 @@ class Piece:
             labels=batch.labels,
             attention_mask=batch.attention_mask,
             position_ids=batch.position_ids,
+            weights=batch.weights,
         )
 
     @property
@@ -65,12 +80,13 @@ class Piece:
         return self.input_ids.shape[0]
 
     def part(self, start: int, stop: int) -> Piece:
-        mask, positions = self.attention_mask, self.position_ids
+        mask, positions, weights = self.attention_mask, self.position_ids, self.weights
         return Piece(
             input_ids=self.input_ids[start:stop],
             labels=self.labels[start:stop],
             attention_mask=None if mask is None else mask[start:stop],
             position_ids=None if positions is None else positions[start:stop],
+            weights=None if weights is None else weights[start:stop],
         )
 
     def cut(self, most_rows: int) -> list[Piece]:
@@ -102,30 +118,30 @@ class ResidentExecutor:
     def step(self, micro_batches: Iterable[Batch], learning_rate: float) -> StepResult:
         """One optimizer step over all `micro_batches` at `learning_rate`.
 
-        The gradient is that of the loss summed over all trained tokens, divided by their number: how the step is cut
-        into micro-batches does not change it. Raises DataError when no token carries loss, and WontFit when memory
-        runs out even with a single sequence at a time.
+        The gradient is that of the weighted loss summed over all trained tokens, divided by the sum of their weights
+        (their number, without weights): how the step is cut into micro-batches does not change it. Raises DataError
+        when no token carries loss, and WontFit when memory runs out even with a single sequence at a time.
         """
         pieces = [piece for batch in micro_batches for piece in self._cut(Piece.of(batch))]
         largest = max((piece.input_ids.numel() for piece in pieces), default=0)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         with self._peak.watch(largest):
-            losses, tokens, recovered = self._accumulate(pieces)
+            losses, trained, recovered = self._accumulate(pieces)
             try:
-                return self._finish(losses, tokens, recovered)
+                return self._finish(losses, trained, recovered)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 raise self._no_room_for_optimizer(error) from error
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[float, int]:
-        """(mean loss over the trained tokens, their number), without dropout and without changing anything.
+        """(weighted mean loss over the trained tokens, their number), without dropout and without changing anything.
 
         Where memory runs out, the pieces are halved and what is left is done in those. Raises DataError when no token
         carries loss, and WontFit when memory runs out even with a single sequence at a time.
         """
-        total, tokens = 0.0, 0
+        total, tokens, weight = 0.0, 0, 0.0
         with evaluation_mode(self.model):
             for batch in micro_batches:
                 waiting = self._cut(Piece.of(batch))
@@ -136,11 +152,11 @@ class ResidentExecutor:
                         self._shrink([waiting[0]], failure)
                         waiting = [part for piece in waiting for part in self._cut(piece)]
                         continue
-                    total, tokens = total + loss, tokens + targets.count
+                    total, tokens, weight = total + loss, tokens + targets.count, weight + targets.weight
                     del waiting[0]
         if tokens == 0:
             raise _no_tokens("The held-out share")
-        return total / tokens, tokens
+        return total / weight, tokens
 
     def memory(self) -> tuple[int, int]:
         """(allocated, reserved) peak bytes on the device since the last call; see `vramfit.engine.peak`."""
@@ -185,14 +201,14 @@ class ResidentExecutor:
             return piece.cut(self._most_rows)
         return [piece]
 
-    def _accumulate(self, pieces: Sequence[Piece]) -> tuple[list[Tensor], int, str]:
+    def _accumulate(self, pieces: Sequence[Piece]) -> tuple[list[Tensor], Trained, str]:
         """Gradients of the whole step in `.grad`, again in smaller pieces when memory runs out."""
         before = random_state(self.device)
         recovered = ""
         while True:
             try:
-                losses, tokens = self._try_accumulate(pieces)
-                return losses, tokens, recovered
+                losses, trained = self._try_accumulate(pieces)
+                return losses, trained, recovered
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -226,13 +242,13 @@ class ResidentExecutor:
         release_memory(self.device)
         return largest
 
-    def _try_accumulate(self, pieces: Sequence[Piece]) -> tuple[list[Tensor], int]:
+    def _try_accumulate(self, pieces: Sequence[Piece]) -> tuple[list[Tensor], Trained]:
         targets = [targets_of(piece) for piece in pieces]
-        tokens = sum(each.count for each in targets)
-        if tokens == 0:
+        trained = Trained.of(targets)
+        if trained.tokens == 0:
             raise _no_tokens("This step")
         # The one division of the step: it enters backward as the first gradient, with fp16's scale in the same factor.
-        factor = (self._scaler.get_scale() if self._scaler else 1.0) / tokens
+        factor = (self._scaler.get_scale() if self._scaler else 1.0) / trained.weight
         losses = []
         for piece, each in zip(pieces, targets, strict=True):
             if each.count == 0:
@@ -240,17 +256,18 @@ class ResidentExecutor:
             loss = self._summed_loss(piece, each, gradient_scale=factor)
             (loss * factor).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
-        return losses, tokens
+        return losses, trained
 
     def _summed_loss(self, piece: Piece, targets: Targets, *, gradient_scale: float = 1.0) -> Tensor:
         on_device = Targets(
             positions=targets.positions.to(self.device, non_blocking=True),
             tokens=targets.tokens.to(self.device, non_blocking=True),
+            weights=None if targets.weights is None else targets.weights.to(self.device, non_blocking=True),
         )
         with autocast(self.device, self.plan.compute):
             return self._loss(model_inputs(piece, self.device), on_device, gradient_scale=gradient_scale)
 
-    def _finish(self, losses: list[Tensor], tokens: int, recovered: str) -> StepResult:
+    def _finish(self, losses: list[Tensor], trained: Trained, recovered: str) -> StepResult:
         finish = finish_step(
             self.optimizer,
             parameters=list(self._trained.values()),
@@ -259,8 +276,8 @@ class ResidentExecutor:
             losses=losses,
         )
         return StepResult(
-            loss=finish.loss_sum / tokens,
-            tokens=tokens,
+            loss=finish.loss_sum / trained.weight,
+            tokens=trained.tokens,
             grad_norm=finish.grad_norm,
             skipped=finish.skipped,
             loss_scale=finish.loss_scale,

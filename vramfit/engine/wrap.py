@@ -11,6 +11,7 @@ that suits the device; the gradient is that of the whole batch, however it was c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -27,11 +28,12 @@ from vramfit.engine.resident import Piece, StepResult, finish_step
 from vramfit.errors import ConfigError, DataError, ModelError, Problem, WontFit
 
 BatchLike: TypeAlias = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor
-LossFunction: TypeAlias = Callable[[nn.Module, Any], tuple[Tensor, int | Tensor]]
-"""(model, piece of a batch, on the model's device) -> (loss summed over items, number of items)."""
+LossFunction: TypeAlias = Callable[[nn.Module, Any], tuple[Tensor, int | Tensor] | tuple[Tensor, int | Tensor, float]]
+"""(model, piece of a batch, on the model's device) -> (loss summed over items, number of items); where items weigh
+unequally, (weighted sum, number of items, sum of their weights)."""
 
 _CONTAINERS = (Tensor, Mapping, tuple, list)
-_CAUSAL_KEYS = {"input_ids", "labels", "attention_mask", "position_ids"}
+_CAUSAL_KEYS = {"input_ids", "labels", "attention_mask", "position_ids", "weights"}
 
 
 def wrap(
@@ -47,8 +49,9 @@ def wrap(
     """Make `step(batch)` out of a model and its optimizer. The model stays where it is and what it is.
 
     `loss` gives (sum, count) of a piece of a batch. Without it, a Hugging Face causal model gets the memory-saving
-    token loss; any other model must return its mean loss (`.loss`, `["loss"]`, or the scalar itself), taken to be over
-    rows, or over labels other than -100 where labels have more than one dimension.
+    token loss, in which a batch's "weights" [B, S] fp32 are each label's share; any other model must
+    return its mean loss (`.loss`, `["loss"]`, or the scalar itself), taken to be over rows, or over labels other than
+    -100 where labels have more than one dimension.
     `micro_batch` is rows per piece; "auto" is the whole batch until memory runs out, then half, and so on.
     `max_grad_norm=0` does not clip. `recompute` is the number of transformer blocks recomputed in backward.
     Raises ConfigError, or ModelError when nothing can be trained, when the model lies on several devices, or when
@@ -105,7 +108,7 @@ class WrappedStep:
             self.optimizer.zero_grad(set_to_none=True)
             size = min(self.micro_batch or rows, rows)
             try:
-                losses, items, factor = self._accumulate(batch, rows, size)
+                losses, items, weight, factor = self._accumulate(batch, rows, size)
                 break
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
@@ -128,7 +131,7 @@ class WrappedStep:
             gradient_factor=factor,
         )
         return StepResult(
-            loss=finish.loss_sum / items,
+            loss=finish.loss_sum / weight,
             tokens=items,
             grad_norm=finish.grad_norm,
             skipped=finish.skipped,
@@ -147,27 +150,27 @@ class WrappedStep:
         if self._scaler and values["scaler"]:
             self._scaler.load_state_dict(dict(values["scaler"]))
 
-    def _accumulate(self, batch: BatchLike, rows: int, size: int) -> tuple[list[Tensor], int, float]:
-        """(losses, items, what the gradients must still be multiplied by) of the whole batch.
+    def _accumulate(self, batch: BatchLike, rows: int, size: int) -> tuple[list[Tensor], int, float, float]:
+        """(losses, items, their weight, what the gradients must still be multiplied by) of the whole batch.
 
-        How many items there are is known only after the last piece, so pieces are divided by the rows meanwhile.
+        What all items weigh is known only after the last piece, so pieces are divided by the rows meanwhile.
         """
-        losses, items = [], 0
+        losses, items, total = [], 0, 0.0
         scale = self._scaler.get_scale() if self._scaler else 1.0
-        divisor = rows
+        divisor = float(rows)
         for start in range(0, rows, size):
             piece = _move(_part(batch, start, start + size, rows), self.device)
             with autocast(self.device, self.compute):
-                loss, count = _checked(self._loss(self.model, piece))
-            if size == rows:
-                divisor = max(count, 1)
+                loss, count, weight = _checked(self._loss(self.model, piece))
+            if size == rows and count:
+                divisor = weight
             if count:
                 (loss * (scale / divisor)).backward()  # type: ignore[no-untyped-call]
                 losses.append(loss.detach())
-                items += count
+                items, total = items + count, total + weight
         if items == 0:
             raise DataError("The batch has 0 items that carry loss", "Leave it out, or check its labels.")
-        return losses, items, divisor / items
+        return losses, items, total, divisor / total
 
 
 def _only_device(model: nn.Module) -> torch.device:
@@ -199,21 +202,23 @@ def _check_trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _checked(returned: Any) -> tuple[Tensor, int]:
-    """(loss, count) as a loss function must give them."""
-    if not (isinstance(returned, tuple | list) and len(returned) == 2):
+def _checked(returned: Any) -> tuple[Tensor, int, float]:
+    """(loss, count, weight) as a loss function must give them; without a third value, every item weighs 1."""
+    if not (isinstance(returned, tuple | list) and len(returned) in (2, 3)):
         raise _wrong(
             "loss",
             f"The loss function returned a {type(returned).__name__}, not a pair",
             "Return (loss summed over items, number of items).",
         )
-    loss, count = returned[0], int(returned[1])
+    loss, count, weight = returned[0], int(returned[1]), float(returned[-1])
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise _wrong("loss", f"The loss is not one number but {shape}", "Sum it over the items: loss.sum(), count.")
     if count and not loss.requires_grad:
         raise _wrong("loss", "The loss does not depend on the trained parameters", "Do not detach it.")
-    return loss.reshape(()), count
+    if count and not 0 < weight < math.inf:
+        raise _wrong("loss", f"The weights of {count} items sum to {weight}", "Return a sum above 0.")
+    return loss.reshape(()), count, weight
 
 
 def _loss_of(model: nn.Module, compute: Precision) -> LossFunction:
@@ -222,19 +227,21 @@ def _loss_of(model: nn.Module, compute: Precision) -> LossFunction:
         return _own_loss
     token_loss: Any = TokenLoss(model, kind="fused", compute=compute)
 
-    def causal_loss(_: nn.Module, piece: Any) -> tuple[Tensor, int]:
+    def causal_loss(_: nn.Module, piece: Any) -> tuple[Tensor, int, float]:
         if not isinstance(piece, Mapping) or not {"input_ids", "labels"} <= piece.keys() <= _CAUSAL_KEYS:
-            return _own_loss(model, piece)
+            loss, count = _own_loss(model, piece)
+            return loss, count, count
         rows = Piece(
             input_ids=piece["input_ids"],
             labels=piece["labels"],
             attention_mask=piece.get("attention_mask"),
             position_ids=piece.get("position_ids"),
+            weights=piece.get("weights"),
         )
         targets = targets_of(rows)
         if targets.count == 0:
-            return rows.input_ids.new_zeros((), dtype=torch.float32), 0
-        return token_loss(model_inputs(rows, rows.input_ids.device), targets), targets.count
+            return rows.input_ids.new_zeros((), dtype=torch.float32), 0, 0.0
+        return token_loss(model_inputs(rows, rows.input_ids.device), targets), targets.count, targets.weight
 
     return causal_loss
 

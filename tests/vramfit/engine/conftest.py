@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,38 +20,45 @@ class TinyBatch:
     labels: torch.Tensor
     attention_mask: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
 
 
-def make_sequences(*lengths: int, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(token ids, labels) of these lengths; about a third of the labels carry no loss."""
+Tokens = tuple[torch.Tensor, ...]
+"""Token ids, labels, and where there are any, the labels' weights."""
+
+
+def make_sequences(*lengths: int, seed: int = 0, weights: Sequence[float] = ()) -> list[Tokens]:
+    """(token ids, labels) of these lengths; about a third of the labels carry no loss. With `weights`, each label
+    gets one of them."""
     generator = torch.Generator().manual_seed(seed)
     sequences = []
     for length in lengths:
         ids = torch.randint(3, VOCAB, (length,), generator=generator)
         masked = torch.rand(length, generator=generator) < 0.3
-        sequences.append((ids, ids.masked_fill(masked, -100)))
+        shares = torch.tensor(weights)[torch.randint(len(weights), (length,), generator=generator)] if weights else None
+        sequences.append((ids, ids.masked_fill(masked, -100), *([] if shares is None else [shares])))
     return sequences
 
 
-def pad(sequences: list[tuple[torch.Tensor, torch.Tensor]]) -> TinyBatch:
+def pad(sequences: list[Tokens]) -> TinyBatch:
     """One right-padded micro-batch."""
-    longest = max(len(ids) for ids, _ in sequences)
+    longest = max(len(ids) for ids, *_ in sequences)
     ids = torch.zeros(len(sequences), longest, dtype=torch.long)
     labels = torch.full_like(ids, -100)
     mask = torch.zeros_like(ids)
-    for row, (tokens, wanted) in enumerate(sequences):
+    weights = torch.zeros(ids.shape) if len(sequences[0]) == 3 else None
+    for row, (tokens, wanted, *shares) in enumerate(sequences):
         ids[row, : len(tokens)], labels[row, : len(tokens)], mask[row, : len(tokens)] = tokens, wanted, 1
-    return TinyBatch(ids, labels, mask)
+        if weights is not None:
+            weights[row, : len(tokens)] = shares[0]
+    return TinyBatch(ids, labels, mask, weights=weights)
 
 
-def pack(sequences: list[tuple[torch.Tensor, torch.Tensor]]) -> TinyBatch:
+def pack(sequences: list[Tokens]) -> TinyBatch:
     """All sequences one after another in one row, positions restarting."""
-    return TinyBatch(
-        torch.cat([ids for ids, _ in sequences]).unsqueeze(0),
-        torch.cat([labels for _, labels in sequences]).unsqueeze(0),
-        None,
-        torch.cat([torch.arange(len(ids)) for ids, _ in sequences]).unsqueeze(0),
-    )
+    ids, labels, *weights = (torch.cat(parts).unsqueeze(0) for parts in zip(*sequences, strict=True))
+    positions = torch.cat([torch.arange(len(tokens)) for tokens, *_ in sequences]).unsqueeze(0)
+    return TinyBatch(ids, labels, None, positions, *weights)
 
 
 def build(family: str, *, seed: int = 1, **changes: Any) -> torch.nn.Module:
@@ -111,7 +118,7 @@ def make_plan(**changes: Any) -> Plan:
 class Tools:
     build: Callable[..., torch.nn.Module]
     plan: Callable[..., Plan]
-    sequences: Callable[..., list[tuple[torch.Tensor, torch.Tensor]]]
+    sequences: Callable[..., list[Tokens]]
     pad: Callable[..., TinyBatch]
     pack: Callable[..., TinyBatch]
 

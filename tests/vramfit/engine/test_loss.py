@@ -16,6 +16,7 @@ from vramfit.engine.loss import (
 )
 from vramfit.models.adapters import attach_adapters
 
+WEIGHTS = (0.5, 1.0, 2.0, 0.0)
 PLAIN = ["llama", "mistral", "qwen2", "qwen3", "gpt2", "phi"]
 CHANGED = ["gemma2", "cohere", "granite"]
 
@@ -26,6 +27,15 @@ def reference_loss(model, batch) -> torch.Tensor:
     return F.cross_entropy(
         logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), reduction="sum", ignore_index=IGNORED
     )
+
+
+def weighted_reference(model, batch) -> torch.Tensor:
+    """The same with each token's loss multiplied by its weight, by hand."""
+    logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
+    each = F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), reduction="none", ignore_index=IGNORED
+    )
+    return (each * batch.weights[:, 1:].flatten()).sum()
 
 
 def our_loss(model, batch, **options) -> torch.Tensor:
@@ -73,6 +83,42 @@ def test_equals_the_models_own_logits_with_adapters(tiny, kind):
     loss.backward()
     torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=0)
     assert_close(gradients(model), wanted_gradients)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("kind", ["fused", "chunked", "full"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_weights_multiply_each_tokens_loss(tiny, family, kind, adapters):
+    model, batch = tiny.build(family), tiny.pad(tiny.sequences(9, 17, 5, weights=WEIGHTS))
+    if adapters:
+        model = attach_adapters(model, rank=4, alpha=8, seed=0)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    wanted = weighted_reference(model, batch)
+    wanted.backward()
+    wanted_gradients = gradients(model)
+    loss = our_loss(model, batch, kind=kind, chunk_tokens=7)
+    loss.backward()
+    torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=0)
+    assert_close(gradients(model), wanted_gradients)
+
+
+def test_targets_weigh_what_their_tokens_weigh(tiny):
+    batch = tiny.pad(tiny.sequences(9, 17, 5, weights=WEIGHTS))
+    targets = targets_of(batch)
+    weighed = (batch.labels[:, 1:] != IGNORED) * batch.weights[:, 1:]
+    assert targets.weight == float(weighed.double().sum()) and targets.count == int((weighed > 0).sum())
+    plain = targets_of(tiny.pad(tiny.sequences(9, 17, 5)))
+    assert plain.weights is None and plain.weight == plain.count
+
+
+def test_a_weight_of_zero_is_a_mask_and_weights_of_one_are_none(tiny):
+    sequences = tiny.sequences(9, 17, 5, weights=(0.0, 1.0))
+    masked = [(ids, labels.masked_fill(weights == 0, IGNORED)) for ids, labels, weights in sequences]
+    found, wanted = targets_of(tiny.pad(sequences)), targets_of(tiny.pad(masked))
+    assert found.weights is None
+    assert torch.equal(found.positions, wanted.positions) and torch.equal(found.tokens, wanted.tokens)
 
 
 @pytest.mark.parametrize("family", CHANGED)
@@ -152,6 +198,20 @@ def test_chunks_give_what_whole_logits_give(way, chunk, bias):
         torch.autograd.grad(found / 50, leaves), torch.autograd.grad(wanted / 50, leaves), strict=True
     ):
         assert (mine - theirs).norm() <= 2e-6 * theirs.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_one_change_no_bit_of_a_chunk(dtype):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(50, 16, requires_grad=True), torch.randn(300, 16, requires_grad=True)
+    targets = torch.randint(300, (50,))
+    with_ones, without = (
+        chunked_sum(hidden, weight, None, targets, weights=weights, chunk_tokens=7, dtype=dtype)
+        for weights in (torch.ones(50), None)
+    )
+    assert torch.equal(with_ones, without)
+    found, wanted = (torch.autograd.grad(loss, [hidden, weight]) for loss in (with_ones, without))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_chunked_logits_never_exist_whole():

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from safetensors.torch import load, save
 
 from vramfit.config import ScheduleChoice
@@ -13,6 +14,7 @@ from vramfit.errors import CheckpointError, ConfigError, DataError, WontFit
 from vramfit.models.adapters import attach_adapters
 
 LENGTHS = (9, 17, 5, 30, 12, 8, 21, 3)
+WEIGHTS = (0.5, 1.0, 2.0, 0.0)
 
 
 def executor_for(model, tiny, *, max_grad_norm=1.0, schedule=None, **plan):
@@ -59,6 +61,53 @@ def test_eight_by_one_gives_the_gradients_of_one_by_eight(tiny, loss, adapters):
         )
     assert relative_difference(single, whole) < 1e-6
     assert relative_difference(packed, whole) < 1e-5
+
+
+@pytest.mark.parametrize("loss", ["fused", "chunked", "full"])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_the_gradient_is_the_weighted_mean_of_plain_torch_however_it_is_cut(tiny, loss, adapters):
+    model = tiny.build("llama")
+    if adapters:
+        model = attach_adapters(model, rank=4, alpha=8, seed=0)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # zero at first, so that A would have no gradient
+                torch.nn.init.normal_(parameter, std=0.1)
+    sequences = tiny.sequences(*LENGTHS, weights=WEIGHTS)
+    batch = tiny.pad(sequences)
+    logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
+    each = F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), reduction="none", ignore_index=-100
+    )
+    weights = batch.weights[:, 1:].masked_fill(batch.labels[:, 1:] == -100, 0).flatten()
+    mean = (each * weights).sum() / weights.sum()
+    mean.backward()
+    wanted = {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+    model.zero_grad()
+    executor = executor_for(model, tiny, max_grad_norm=0.0, loss=loss)
+    for batches in ([batch], [tiny.pad([one]) for one in sequences], [tiny.pack(sequences)]):
+        found, result = step_gradients(executor, batches)
+        assert relative_difference(found, wanted) < 1e-5
+        assert result.loss == pytest.approx(mean.item(), rel=1e-6) and result.tokens == int((weights > 0).sum())
+        assert executor.evaluate(batches) == (pytest.approx(mean.item(), rel=1e-6), result.tokens)
+
+
+@pytest.mark.parametrize("loss", ["fused", "chunked", "full"])
+def test_weights_of_one_are_no_weights_and_of_zero_a_mask_bit_for_bit(tiny, loss):
+    sequences = tiny.sequences(*LENGTHS, weights=(0.0, 1.0))
+    masked = [(ids, labels.masked_fill(weights == 0, -100)) for ids, labels, weights in sequences]
+    executor = executor_for(tiny.build("llama"), tiny, loss=loss)
+    found, one = step_gradients(executor, [tiny.pad(sequences[:5]), tiny.pad(sequences[5:])])
+    wanted, other = step_gradients(executor, [tiny.pad(masked[:5]), tiny.pad(masked[5:])])
+    assert one == other and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_weighted_and_plain_micro_batches_share_one_denominator(tiny):
+    weighted, plain = tiny.sequences(*LENGTHS[:4], weights=(0.5, 2.0)), tiny.sequences(*LENGTHS[4:], seed=1)
+    executor = executor_for(tiny.build("llama"), tiny, max_grad_norm=0.0)
+    ones = [(ids, labels, torch.ones(len(ids))) for ids, labels in plain]
+    found, _ = step_gradients(executor, [tiny.pad(weighted), tiny.pad(plain)])
+    wanted, _ = step_gradients(executor, [tiny.pad([*weighted, *ones])])
+    assert relative_difference(found, wanted) < 1e-6
 
 
 def test_the_gradient_is_that_of_plain_torch(tiny):
@@ -224,8 +273,9 @@ def limit_rows(model, most: int) -> None:
     model.model.forward = limited
 
 
-def test_out_of_memory_repeats_the_step_in_smaller_pieces_with_the_same_gradient(tiny):
-    sequences = tiny.sequences(*LENGTHS)
+@pytest.mark.parametrize("weights", [(), (0.5, 2.0)])
+def test_out_of_memory_repeats_the_step_in_smaller_pieces_with_the_same_gradient(tiny, weights):
+    sequences = tiny.sequences(*LENGTHS, weights=weights)
     wanted, _ = step_gradients(executor_for(tiny.build("llama"), tiny), [tiny.pad(sequences)])
     model = tiny.build("llama")
     executor = executor_for(model, tiny)

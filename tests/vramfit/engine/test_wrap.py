@@ -182,6 +182,41 @@ def test_its_state_is_plain_and_comes_back():
     assert other.state_dict() == state and other.micro_batch == 3
 
 
+@pytest.mark.parametrize("micro_batch", ["auto", 1, 3])
+def test_weights_of_a_causal_batch_are_each_labels_share(tiny, micro_batch):
+    batch = tiny.pad(tiny.sequences(9, 17, 5, 8, weights=(0.5, 2.0, 0.0)))
+    model = tiny.build("llama")
+    logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
+    each = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), reduction="none")
+    weights = batch.weights[:, 1:].masked_fill(batch.labels[:, 1:] == -100, 0).flatten()
+    mean = (each * weights).sum() / weights.sum()
+    mean.backward()
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).item()
+    step = vramfit.wrap(model, torch.optim.SGD(model.parameters(), lr=1e-3), precision="fp32", micro_batch=micro_batch)
+    result = step(vars(batch) | {"position_ids": torch.arange(17).expand(4, -1)})
+    assert result.loss == pytest.approx(mean.item(), rel=1e-5)
+    assert result.grad_norm == pytest.approx(norm, rel=1e-5)
+    assert result.tokens == int((weights > 0).sum())
+
+
+@pytest.mark.parametrize("micro_batch", ["auto", 2])
+def test_a_loss_function_may_give_the_sum_of_its_weights(micro_batch):
+    shares = torch.tensor([0.5, 2.0, 1.0, 0.25, 1.0, 3.0, 0.5])
+
+    def weighted(model, batch):
+        each = F.cross_entropy(model(batch["features"]), batch["labels"], reduction="none")
+        return (each * batch["shares"]).sum(), len(each), batch["shares"].sum()
+
+    model, optimizer = classifier()
+    batch = batches()[0]
+    each = F.cross_entropy(model(batch["features"]), batch["labels"], reduction="none")
+    wanted = ((each * shares).sum() / shares.sum()).item()
+    result = vramfit.wrap(model, optimizer, loss=weighted, micro_batch=micro_batch)({**batch, "shares": shares})
+    assert result.loss == pytest.approx(wanted, rel=1e-6) and result.tokens == 7
+    with pytest.raises(ConfigError, match="sum to -"):
+        vramfit.wrap(model, optimizer, loss=weighted)({**batch, "shares": -shares})
+
+
 def test_bad_wishes_and_bad_batches_are_named():
     model, optimizer = classifier()
     with pytest.raises(ConfigError, match="micro-batch of 0"):
