@@ -16,98 +16,18 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from vramfit.models import catalogue
+from reference_rows import Row, Unusable, run_of
+
 from vramfit.models.architecture import Architecture
 from vramfit.planning.memory import estimate_memory
-from vramfit.planning.plan import MemoryEstimate, Plan, Workload
-from vramfit.planning.program import PROGRAMS, Program
+from vramfit.planning.plan import MemoryEstimate, Plan
 from vramfit.units import GIB
-
-Row = Mapping[str, str]
-
-
-class Unusable(Exception):
-    """Why a row cannot be compared."""
-
-
-def program_of(row: Row) -> Program:
-    """The record of the program that ran a row."""
-    name = row["program"]
-    quantised = row["method"] == "qlora"
-    if name.startswith("fms"):
-        if "foak" not in name:
-            return PROGRAMS["fms-quantised" if quantised else "fms"]
-        return PROGRAMS["fms/foak-quantised" if quantised else "fms/foak"]
-    return PROGRAMS["transformers"]
-
-
-_WEIGHTS: Final = {"nf4": "nf4-plain", "nf4-dq": "nf4"}
-
-
-def plan_of(row: Row, architecture: Architecture) -> Plan:
-    """The row's settings as a plan."""
-    adapter = row["method"] in ("lora", "qlora", "dora")
-    targets, saved = _targets(row["lora_targets"])
-    quantised = row["weight_dtype"] not in ("bf16", "fp16", "fp32")
-    weights = _WEIGHTS.get(row["weight_dtype"], row["weight_dtype"])
-    if row["program"].startswith("fms") and weights == "nf4-plain":
-        weights = "nf4"  # fms-acceleration quantises doubly: its steady state is 0.516 bytes a parameter
-    compute = row["compute_dtype"] if row["compute_dtype"] in ("bf16", "fp16", "fp32") else "bf16"
-    offloaded = row["offload"] == "params"
-    bits, tier = _optimizer(row["optimizer"], row["offload"])
-    layers = architecture.layers
-    return Plan(
-        method="qlora" if quantised and adapter else ("lora" if adapter else "full"),
-        device="cuda:0",
-        budget_bytes=0,
-        compute=compute,  # type: ignore[arg-type]
-        weight_format=weights,  # type: ignore[arg-type]
-        weights_tier="host" if offloaded else "device",
-        trained_format=row["weight_dtype"] if row["weight_dtype"] in ("fp32", "bf16", "fp16") else "fp32",  # type: ignore[arg-type]
-        optimizer_bits=bits,  # type: ignore[arg-type]
-        optimizer_tier="host" if tier == "host" or offloaded else "device",
-        max_length=int(row["seq_len"]),
-        micro_batch=int(row["micro_batch"]),
-        accumulation=1,
-        recompute=layers if row["grad_ckpt"] not in ("none", "selective") else 0,
-        input_tier="host" if row["offload"] == "activations" or row["grad_ckpt"] == "unsloth" else "device",
-        loss=row["loss_impl"] if row["loss_impl"] in ("full", "chunked", "fused") else "full",  # type: ignore[arg-type]
-        loss_chunk_tokens=128 if row["loss_impl"] == "chunked" else (1024 if row["loss_impl"] == "fused" else 0),
-        attention=row["attention"] if row["attention"] in ("eager", "flash", "sdpa") else "sdpa",  # type: ignore[arg-type]
-        lora_rank=int(row["lora_rank"] or 8) if adapter else 0,
-        lora_targets=targets if adapter else (),
-        lora_dropout=0.1 if adapter else 0.0,
-        saved_modules=saved,  # type: ignore[arg-type]
-        cards=int(row["gpus"] or 1),
-        sharding=row["sharding"] if row["sharding"] in ("ddp", "fsdp", "zero1", "zero2", "zero3") else "none",  # type: ignore[arg-type]
-        compiled=row["compile"] not in ("no", ""),
-    )
-
-
-def _targets(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(adapted linears, modules trained whole)."""
-    names = [name for name in text.split("+") if name]
-    places = {"wte": "embedding", "embed_tokens": "embedding", "lm_head": "head"}
-    saved = tuple(places[name[5:]] for name in names if name.startswith("save:"))
-    adapted = tuple(name for name in names if not name.startswith("save:") and name != "lm_head")
-    return (adapted if adapted and adapted != ("unknown",) else ("q_proj", "v_proj")), saved
-
-
-def _optimizer(name: str, offload: str) -> tuple[int, str]:
-    tier = "host" if name.startswith("paged") or offload == "optimizer" else "device"
-    bits = {"bf16": 16, "fp32": 32, "8bit": 8, "4bit": 4}.get(name.rpartition("_")[2], 32)
-    return bits, tier
-
 
 def predicted(row: Row) -> tuple[MemoryEstimate, Plan, Architecture]:
     """The estimate of a row. Raises Unusable."""
-    architecture = catalogue.find(row["model_id"])
-    if architecture is None:
-        raise Unusable(f"the catalogue has no {row['model_id']}")
-    plan = plan_of(row, architecture)
-    length = int(row["seq_len"])
-    workload = Workload(sequences=1000, mean_tokens=length, longest_tokens=length, exact=True)
-    return estimate_memory(architecture, plan, workload, program=program_of(row)), plan, architecture
+    run = run_of(row)
+    estimate = estimate_memory(run.architecture, run.plan, run.workload, program=run.program)
+    return estimate, run.plan, run.architecture
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ by grouped products) and which tensors each PyTorch operation saves for backward
 | operation | saves |
 |---|---|
 | RMSNorm written in Python | fp32 input (itself when it is fp32), the normalised values when its weight trains |
+| LayerNorm written in Python | its input, the centred and the normalised values |
 | fused RMSNorm, native LayerNorm | its input |
 | linear that trains | its input; under autocast a 16-bit copy of it, one per linear |
 | frozen linear | nothing (bitsandbytes before 0.43.2: its input) |
@@ -13,10 +14,11 @@ by grouped products) and which tensors each PyTorch operation saves for backward
 | rotary positions | nothing of size |
 | SDPA, flash | q, k, v, output, one fp32 number per head |
 | eager attention | fp32 scores after softmax, and their 16-bit copy |
-| SiLU or GELU | its input |
+| SiLU or GELU | its input; GELU written in Python also its tanh and both factors of its product |
 | product of the gated MLP | both factors; fused kernels keep gate and up alone |
 
-A compiler (`recomputed`) keeps what matrix products and attention make and computes everything between again.
+Behind a compiler what lies between products keeps its inputs alone; inputs of products that train stay.
+Selective recompute keeps some results for backward and makes the rest again.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ class Formats:
 
     `autocast` is whether linears cast what they are given; `adapted` are the linears with LoRA, of `rank`, in
     `adapter` bytes, and `dropout_mask` is bytes per number that their dropout keeps (0: none; cards keep a byte, the
-    CPU a factor). `masked` is whether attention gets a mask, as packed rows do; `length` is tokens of a sequence,
-    wherever one attends to all others in memory (0: nowhere).
+    CPU a factor). `quantised` is whether the block's linears are in few bits. `masked` is whether attention gets a
+    mask, as packed rows do; `length` is tokens of a sequence, wherever one attends to all others in memory (0:
+    nowhere).
     """
 
     residual: int
@@ -48,6 +51,7 @@ class Formats:
     rank: int = 0
     adapter: int = 4
     dropout_mask: int = 0
+    quantised: bool = False
     attention: str = "sdpa"
     masked: bool = False
     length: int = 0
@@ -62,7 +66,10 @@ class Formats:
 class BlockMemory:
     """One block, its input not counted: bytes per token `saved` for backward (and whether its `input_saved` is among
     what backward needs), and the moments that can be the highest of forward, of backward, and of a forward that keeps
-    nothing. Backward begins with everything saved."""
+    nothing. Backward begins with everything saved.
+
+    `selected`: what selective recompute keeps of it (every second product's result and attention's), `beyond` what of
+    that backward itself would not keep; `frozen_inputs`: what functions hold that autograd does not free."""
 
     input: float
     input_saved: bool
@@ -70,6 +77,9 @@ class BlockMemory:
     forward: tuple[Moment, ...]
     backward: tuple[Moment, ...]
     evaluation: tuple[Moment, ...]
+    selected: float = 0.0
+    beyond: float = 0.0
+    frozen_inputs: float = 0.0
 
 
 @lru_cache(maxsize=512)
@@ -84,7 +94,25 @@ def block_memory(architecture: Architecture, layer: int, formats: Formats, *, in
         forward=forward,
         backward=highest((*tape.backward(), *forward)),
         evaluation=highest(tape.forward(keeps=False)),
+        **_held_otherwise(tape),
     )
+
+
+def _held_otherwise(tape: Tape) -> dict[str, float]:
+    """Bytes per token that selective recompute keeps, and that frozen 4-bit linears hold of what they are given.
+
+    Products are counted in the order they run; the first is kept, the second made again, and so on.
+    """
+    products = [operation for operation in tape.operations if operation.weights]
+    kept = {operation.output.storage for operation in products[::2]}
+    kept |= {operation.output.storage for operation in tape.operations if operation.name == "attention"}
+    saved = {storage for operation in tape.operations for storage in operation.saves}
+    frozen = {storage for operation in products if not operation.trained for storage in operation.saves}
+    return {
+        "selected": tape.total(kept),
+        "beyond": tape.total(kept - saved),
+        "frozen_inputs": tape.total(frozen),
+    }
 
 
 def block_tape(
@@ -125,7 +153,9 @@ class _Writer:
         numbers = width or self.shape.hidden_size
         out = self.formats.residual * numbers
         trained = numbers if self.formats.trains else 0
-        if self.shape.norm != "rmsnorm" or self.kernels.norm != "python":
+        if self.shape.norm != "rmsnorm" and self.kernels.layer_norm == "python":
+            return self.written_layer_norm(value, out, trained)
+        if self.shape.norm != "rmsnorm" or self.kernels.norm in ("fused", "recomputed"):
             return self.tape.operation("norm", (value,), out, saves=(value,), trained=trained)
         wide = value
         if value.size < 4.0 * numbers:
@@ -134,9 +164,21 @@ class _Writer:
         normal = self.tape.operation(
             "normalise", (wide,), 4.0 * numbers, saves=(wide,), forward_temporary=0.0, backward_temporary=4.0 * numbers
         )
+        if self.kernels.norm == "fp32" and out < 4.0 * numbers:
+            kept = (normal,) if trained else ()
+            normal = self.tape.operation("scale", (normal,), 4.0 * numbers, saves=kept, trained=trained)
+            return self.tape.operation("to 16 bits", (normal,), out)
         if out < 4.0 * numbers:
             normal = self.tape.operation("to 16 bits", (normal,), out)
         return self.tape.operation("scale", (normal,), out, saves=(normal,) if trained else (), trained=trained)
+
+    def written_layer_norm(self, value: Value, out: float, trained: int) -> Value:
+        """scale (x - mean) / sqrt(var + eps) + shift: the variance keeps x, the quotient x - mean, the product the
+        quotient."""
+        centred = self.tape.operation("centre", (value,), out, saves=(value,))
+        normal = self.tape.operation("normalise", (centred,), out, saves=(centred,), backward_temporary=out)
+        scaled = self.tape.operation("scale", (normal,), out, saves=(normal,) if trained else (), trained=trained)
+        return self.tape.operation("add", (scaled,), out, passes=True)
 
     def after_norm(self, value: Value) -> Value:
         """Families with four norms also normalise what a branch returns."""
@@ -148,7 +190,8 @@ class _Writer:
         out = float(compute * linear.outputs)
         adapted = linear.module and linear.name in formats.adapted
         copy = float(compute * linear.inputs) if formats.casts and value.size > compute * linear.inputs else 0.0
-        keeps = (formats.trains and not self.kernels.recomputes_inputs) or self.kernels.keeps_frozen_inputs
+        holds = self.kernels.keeps_frozen_inputs and formats.quantised and linear.module
+        keeps = formats.trains or holds
         # The bias, when it trains, keeps nothing. A cast's gradient is made beside the product's.
         result = self.tape.operation(
             linear.name,
@@ -207,7 +250,9 @@ class _Writer:
         kernel = self.eager(queries, keys, values) if self.formats.attention == "eager" else None
         if kernel is None:
             kernel = self.flash(queries, keys, values, grouped=not repeats)
-        return self.linear(kernel, projections[-1])
+        if self.kernels.copies_heads and self.formats.attention != "eager":
+            kernel = self.tape.operation("copy", (kernel,), kernel.size)
+        return self.dropped(self.linear(kernel, projections[-1]), float(shape.hidden_size))
 
     def flash(self, queries: Value, keys: Value, values: Value, *, grouped: bool) -> Value:
         """One kernel. Its backward adds the queries' gradient up in fp32 where it computes in 16 bits; with fewer kv
@@ -228,13 +273,15 @@ class _Writer:
         )
 
     def eager(self, queries: Value, keys: Value, values: Value) -> Value:
-        """Scores of every pair of positions, softmax in fp32, its 16-bit copy for the product with the values."""
+        """Scores of every pair of positions, softmax (in fp32 unless the program says otherwise, then a 16-bit copy for
+        the product with the values)."""
         shape, size = self.shape, self.formats.compute
         pairs = float(shape.heads * self.formats.length)
         scores = self.tape.operation("scores", (queries, keys), size * pairs, saves=(queries, keys))
-        wide = scores if size == 4 else self.tape.operation("to fp32", (scores,), 4 * pairs)
-        soft = self.tape.operation("softmax", (wide,), 4 * pairs, saves_output=True)
-        if size < 4:
+        widens = size < 4 and self.kernels.eager_fp32
+        wide = self.tape.operation("to fp32", (scores,), 4 * pairs) if widens else scores
+        soft = self.tape.operation("softmax", (wide,), wide.size, saves_output=True)
+        if widens:
             soft = self.tape.operation("to 16 bits", (soft,), size * pairs)
         soft = self.dropped(soft, pairs)
         return self.tape.operation(
@@ -243,7 +290,7 @@ class _Writer:
 
     def dropped(self, value: Value, numbers: float) -> Value:
         """Dropout of the model itself, where the program trains with it: a copy and a byte a number."""
-        if not self.kernels.model_dropout:
+        if not self.kernels.dropout:
             return value
         return self.tape.operation("dropout", (value,), value.size, saves_new=numbers)
 
@@ -282,9 +329,16 @@ class _Writer:
             low = self.tape.operation(
                 "lora_A", (fed,), float(size * rank * len(adapted)), saves=(fed,), trained=trained
             )
-            spread = self.tape.operation("lora_B", (low,), whole.size, saves=(low,))
+            spread = self.tape.operation("lora_B", (low,), self.spread(adapted), saves=(low,))
+            if len(adapted) < len(projections):
+                kept = (spread,) if self.kernels.pads_adapters else ()
+                spread = self.tape.operation("pad", (spread,), whole.size, saves=kept)
             whole = self.tape.operation("add", (whole, spread), whole.size, passes=True)
         return self.positioned(whole, q), self.positioned(whole, k), self.part(whole, k)
+
+    def spread(self, adapted: Sequence[Linear]) -> float:
+        """Bytes per token of the adapters' results side by side."""
+        return float(self.formats.compute * sum(linear.outputs for linear in adapted))
 
     def part(self, whole: Value, size: float) -> Value:
         """A slice: a view forward, a buffer of the whole's size backward."""
@@ -330,7 +384,7 @@ class _Writer:
         """The block's MLP, or its experts beside the shared ones."""
         own = [linear for linear in self.linears if linear.part == "mlp"]
         if own:
-            return self.branch(value, own)
+            return self.dropped(self.branch(value, own), float(self.shape.hidden_size))
         experts = self.experts(value)
         shared = [linear for linear in self.linears if linear.part == "shared" and linear.outputs > 1]
         if not shared:
@@ -340,18 +394,19 @@ class _Writer:
     def branch(self, value: Value, linears: Sequence[Linear]) -> Value:
         """down(act(gate) * up), or down(act(up))."""
         *ups, down = linears
-        made = [self.linear(value, linear) for linear in ups]
         width = float(self.formats.compute * down.inputs)
+        first = self.linear(value, ups[0])
         if self.shape.mlp == "plain":
-            return self.linear(self.activation(made[0], width), down)
-        gate, up = made if len(made) == 2 else (self.part(made[0], width), self.part(made[0], width))
-        if self.kernels.mlp != "python":
+            return self.linear(self.activation(first, width), down)
+        gate = first if len(ups) == 2 else self.part(first, width)
+        active = self.activation(gate, width) if self.kernels.mlp == "python" else gate
+        up = self.linear(value, ups[1]) if len(ups) == 2 else self.part(first, width)
+        if self.kernels.mlp == "python":
+            product = self.tape.operation("mul", (active, up), width, saves=(active, up))
+        else:
             # A fused kernel writes the gradients of gate and up over them; a compiler's are new.
             in_place = -2 * width if self.kernels.mlp == "fused" else 0.0
             product = self.tape.operation("gated", (gate, up), width, saves=(gate, up), backward_temporary=in_place)
-        else:
-            active = self.activation(gate, width)
-            product = self.tape.operation("mul", (active, up), width, saves=(active, up))
         return self.linear(product, down)
 
     def activation(self, value: Value, width: float) -> Value:
@@ -361,7 +416,10 @@ class _Writer:
             return self.tape.operation(name, (value,), width, saves=(value,))
         if name == "relu":
             return self.tape.operation("relu", (value,), width, saves_output=True)
-        if name in ("gelu_new", "gelu_fast"):
+        written = self.kernels.gelu == "python" or (
+            self.kernels.gelu == "library" and name in ("gelu_new", "gelu_fast")
+        )
+        if name.startswith("gelu") and written:
             return self.tape.operation(
                 name, (value,), width, saves=(value,), saves_new=3.0 * width, backward_temporary=width
             )

@@ -58,6 +58,9 @@ STATES: Final = {"adamw": 2, "lion": 1, "muon": 1, "sgd": 1, "adafactor": 0}
 COMPRESSED: Final = 0.53
 """A 16-bit activation as int8 with an fp32 scale per 128: (1 + 4 / 128) / 2, and a little that stays as it is."""
 
+COMMUNICATION_BYTES: Final = GIB
+"""Buffers of NCCL on one card: 0.5 to 1.5 GiB."""
+
 STREAM_SLOTS: Final = 2
 """Blocks on the device at once while streaming: one computes, one arrives."""
 
@@ -137,7 +140,12 @@ def _device_bytes(peak: PhaseMemory, plan: Plan, program: Program) -> int:
         return peak.total_bytes + program.process_bytes + int(0.03 * peak.total_bytes)
     moving = sum(peak.parts[kind] for kind in ("kept", "working", "logits", "gradients"))
     share = 0.2 if plan.loss == "full" else 0.05
-    return peak.total_bytes + program.context_bytes + int(share * moving) + 32 * MIB
+    return peak.total_bytes + outside_bytes(plan, program) + int(share * moving) + 32 * MIB
+
+
+def outside_bytes(plan: Plan, program: Program) -> int:
+    """What a card gives away beside tensors: the driver's context and, among several cards, NCCL's buffers."""
+    return program.context_bytes + (COMMUNICATION_BYTES if plan.cards > 1 else 0)
 
 
 def _disk_bytes(architecture: Architecture, plan: Plan, trained: int, keep_checkpoints: int) -> int:
@@ -156,6 +164,7 @@ class Work:
     plan: Plan
     program: Program
     tokens: int
+    last_tokens: float
     length: int
     formats: Formats
     trained: int
@@ -175,6 +184,7 @@ class Work:
             plan=plan,
             program=program,
             tokens=plan.micro_batch * length,
+            last_tokens=plan.micro_batch * min(length, workload.mean_tokens),
             length=length,
             formats=formats,
             trained=trained_params(architecture, plan),
@@ -205,12 +215,27 @@ class Work:
         """The base's weights on this card."""
         whole = weight_bytes(self.architecture, self.plan)
         if self.shares_weights:
-            return 0.0 if self.streams else whole / self.plan.cards
+            scales = self.scales
+            return scales + (0.0 if self.streams else (whole - scales) / self.plan.cards)
         if not self.streams:
             return whole
         # The embedding is looked up where it lives; the head stays, whole.
         stay = sum(sorted(self.block_bytes, reverse=True)[: self.plan.resident_blocks])
         return stay + self._stored_outside * self.architecture.head_params
+
+    @property
+    def scales(self) -> float:
+        """A 4-bit base's scales where sharding leaves them out, so that every card has them all."""
+        if not self.program.sharding.keeps_scales or not self.plan.lora_rank:
+            return 0.0
+        each = BYTES[self.plan.weight_format] - 0.5 if self.plan.weight_format in ("nf4", "nf4-plain") else 0.0
+        linears = (linear for layer in range(self.architecture.layers) for linear in self.architecture.linears(layer))
+        return each * sum(linear.weights for linear in linears if linear.module)
+
+    @property
+    def shards_in_ram(self) -> bool:
+        """Whether each card's shares, with their gradients and optimizer, wait in RAM (FSDP's CPU offload)."""
+        return self.shares_weights and self.streams
 
     @property
     def _stored_outside(self) -> float:
@@ -239,7 +264,7 @@ class Work:
 
     @property
     def adapters(self) -> float:
-        if not self.plan.lora_rank:
+        if not self.plan.lora_rank or self.shards_in_ram:
             return 0.0
         saved = 2.0 * len(self.plan.saved_modules) * self.architecture.embedding_params
         adapters = self.trained - len(self.plan.saved_modules) * self.architecture.embedding_params
@@ -296,10 +321,17 @@ class Work:
     @property
     def gradients(self) -> float:
         """All gradients of this card, once a micro-batch is done."""
-        if self.plan.optimizer_in_backward or (self.streams and not self.plan.lora_rank):
+        if self.plan.optimizer_in_backward or self.shards_in_ram or (self.streams and not self.plan.lora_rank):
             return 0.0
-        buckets = 2.0 if self.plan.sharding == "ddp" and self.plan.cards > 1 else 1.0  # DDP's buckets are a second copy
-        return self.gradient * self.trained * self.gradient_share * buckets
+        return self.gradient * self.trained * self.gradient_share
+
+    @property
+    def buckets(self) -> float:
+        """Buffers that are there all the time: DDP's buckets, a second place for every gradient; a program's own."""
+        if self.plan.cards == 1:
+            return 0.0
+        copies = self.gradient * self.trained if self.plan.sharding == "ddp" else 0.0
+        return self.program.sharding.bucket_bytes + copies
 
     @property
     def held(self) -> float:
@@ -320,14 +352,19 @@ class Work:
         return float(self.formats.compute * matrices * self.architecture.embedding_params)
 
     def gathered(self, layer: int) -> float:
-        """Blocks gathered while block `layer` runs backward: itself, and the next that is fetched ahead."""
+        """Blocks gathered while block `layer` runs backward: itself, and the next where that is fetched ahead."""
         if not self.shares_weights:
             return 0.0
         if self.program.sharding.keeps_gathered and self.plan.lora_rank:
             return sum(self.gathered_bytes[layer:])
-        last = self.architecture.layers - 1
-        ahead = self.gathered_bytes[layer - 1] if 0 < layer < last else 0.0
+        ahead = self.gathered_bytes[layer - 1] if self.fetches_ahead(layer) else 0.0
         return self.gathered_bytes[layer] + ahead
+
+    def fetches_ahead(self, layer: int) -> bool:
+        """Whether the block before `layer` is gathered while this one runs backward: not at the last one, and not
+        where a reentrant checkpoint has kept from the sharding that the block before will be needed again."""
+        reentrant = self.program.holds_output and layer - 1 < self.plan.recompute
+        return 0 < layer < self.architecture.layers - 1 and not reentrant
 
     @cached_property
     def gathered_bytes(self) -> tuple[float, ...]:
@@ -356,7 +393,7 @@ class Work:
         found["adapters"] = int(self.adapters)
         found["optimizer"] = int((self.optimizer if name != "load" else 0.0) + parts.pop("optimizer", 0.0))
         found["slots"] = int(self.slots)
-        found["buckets"] = int(self.program.sharding.bucket_bytes if self.plan.cards > 1 else 0.0)
+        found["buckets"] = int(self.buckets)
         for kind, value in parts.items():
             found[kind] += int(value)  # type: ignore[index]
         return PhaseMemory(name=name, parts=found)
@@ -367,11 +404,16 @@ class Work:
         found = []
         for layer, block in enumerate(self.blocks):
             if layer < self.plan.recompute:
-                found.append(block.input * self.tokens if self.plan.input_tier == "device" else 0.0)
+                selected = block.selected if self.keeps_products else 0.0
+                found.append(((block.input if self.plan.input_tier == "device" else 0.0) + selected) * self.tokens)
                 continue
             share = COMPRESSED if layer < self.plan.recompute + self.plan.compress else 1.0
             found.append(((block.input if block.input_saved else 0.0) + share * block.saved) * self.tokens)
         return tuple(found)
+
+    @property
+    def keeps_products(self) -> bool:
+        return self.plan.selective and self.program.selective == "every other product"
 
     def kept_before(self, layer: int) -> float:
         """What the blocks before `layer` keep; inputs that wait in RAM have two places on the device."""
@@ -389,10 +431,11 @@ class Work:
     @property
     def final_norm(self) -> float:
         """After the blocks: the last hidden state, its normalised copy, and what the norm keeps."""
-        if self.architecture.norm != "rmsnorm" or self.formats.kernels.norm != "python":
+        norm = self.formats.kernels.norm
+        if self.architecture.norm != "rmsnorm" or norm in ("fused", "recomputed"):
             return 2 * self.stream
         width = self.architecture.hidden_size * self.tokens
-        normal = float(self.formats.residual * width) if self.formats.trains else 0.0
+        normal = float((4 if norm == "fp32" else self.formats.residual) * width) if self.formats.trains else 0.0
         copy = 4.0 * width if self.formats.residual < 4 else 0.0
         return 2 * self.stream + normal + copy
 
@@ -402,11 +445,19 @@ class Work:
         return self.phase(
             "loss",
             gradients=self.held + gradients,
-            kept=self.kept_before(self.architecture.layers),
+            kept=self.kept_before(self.architecture.layers) + self._last_graph,
             working=self.final_norm,
             logits=logits,
             weights=self.root + casts + self.head_cast,
         )
+
+    @property
+    def _last_graph(self) -> float:
+        """What the graph of the micro-batch before still holds while the variable of its loss does: inputs of frozen
+        4-bit linears. Its rows are of the mean length."""
+        if not self.program.keeps_last_loss:
+            return 0.0
+        return self.last_tokens * sum(block.frozen_inputs for block in self.blocks)
 
     @property
     def head_cast(self) -> float:
@@ -423,7 +474,7 @@ class Work:
         of the rows of one chunk, with the hidden state's gradient, and the head's when it trains.
         """
         vocab, hidden = self.architecture.vocab_size, self.architecture.hidden_size
-        entry = self.program.logits[self.plan.loss]
+        entry = self.logit_bytes
         if self.plan.loss == "full":
             extra = 8.0 if self.architecture.logit_softcap else 0.0
             return (entry + extra) * self.tokens * vocab, 0.0
@@ -431,7 +482,25 @@ class Work:
         picked = float(self.formats.residual * hidden * self.tokens)
         if self.plan.loss == "fused" and self.plan.compute != "fp32":
             entry = self.program.logits["chunked"]
-        return entry * rows * vocab + picked, self.head_gradient
+        if not self.program.logits_kept:
+            return entry * rows * vocab + picked, self.head_gradient
+        # All chunks' losses run before any head's backward, which adds one chunk's gradient of the head to the others'.
+        gradients = 2.0 * self.head_gradient
+        kept = self.program.logits_kept * self.tokens * vocab
+        return kept + max(0.0, entry * rows * vocab - gradients) + picked, gradients
+
+    @property
+    def logit_bytes(self) -> float:
+        """Bytes per token and vocabulary entry of the plan's loss."""
+        narrow = self.program.logits_in_compute and self.formats.compute < 4
+        return self.program.logits[self.plan.loss] * (0.5 if narrow else 1.0)
+
+    @property
+    def held_logits(self) -> float:
+        """Logits a variable keeps through backward."""
+        narrow = self.program.logits_in_compute and self.formats.compute < 4
+        held = self.program.logits_held * (0.5 if narrow else 1.0) * self.tokens * self.architecture.vocab_size
+        return held if self.plan.loss == "full" or self.program.logits_kept else 0.0
 
     def backward_phases(self) -> tuple[PhaseMemory, ...]:
         """At the last block, at the last recomputed one, and at the first: between them memory changes linearly."""
@@ -447,6 +516,7 @@ class Work:
         moment = max(block.backward, key=lambda moment: self._moving_at(layer, moment))
         again = layer < plan.recompute
         own_input = block.input * self.tokens if again or block.input_saved else 0.0
+        own_input += block.beyond * self.tokens if again and self.keeps_products else 0.0
         output = self.stream if again and self.program.holds_output else 0.0
         casts = self.casts[layer] + (sum(self.casts[plan.recompute : layer]) if self.caches_casts else 0.0)
         return self.phase(
@@ -454,6 +524,7 @@ class Work:
             gradients=self._gradients_at(layer, moment),
             kept=self.kept_before(layer) + own_input + self._held_inputs(layer),
             working=moment.per_token * self.tokens + output,
+            logits=self.held_logits,
             weights=self.root + self.gathered(layer) + casts,
             dequantised=self._unpacked_at(moment),
         )
@@ -501,13 +572,13 @@ class Work:
         return self.phase("embedding", gradients=self.gradients + dense, kept=self.stream, weights=self.root)
 
     def step_phase(self) -> PhaseMemory:
-        """All gradients, and what the optimizer makes beside them: fused and low-bit kernels nothing."""
-        extra = 0.0
-        if self.plan.optimizer_tier == "device" and self.plan.optimizer_bits >= 16:
-            extra = self.program.step_temporary * self.weight * self.trained * self.optimizer_share
-        if self.plan.optimizer_in_backward:
-            extra = 0.0
-        return self.phase("step", gradients=self.gradients, optimizer=extra)
+        """All gradients, and what the optimizer makes beside them: fused and low-bit kernels nothing. Some programs
+        cast the gradients to fp32 first."""
+        plan, share = self.plan, self.trained * self.optimizer_share
+        if plan.optimizer_tier != "device" or plan.optimizer_in_backward:
+            return self.phase("step", gradients=self.gradients)
+        extra = self.program.step_temporary * self.weight * share if plan.optimizer_bits >= 16 else 0.0
+        return self.phase("step", gradients=self.gradients + self.program.step_gradient * share, optimizer=extra)
 
     def evaluation_phase(self) -> PhaseMemory:
         """Forward without gradients: nothing is kept, logits are made a chunk at a time unless they are made whole."""
@@ -555,11 +626,12 @@ def formats_of(architecture: Architecture, plan: Plan, program: Program = OURS, 
         adapted=adapted,
         rank=plan.lora_rank,
         adapter=int(program.adapter),
+        quantised=bool(plan.lora_rank) and plan.weight_format in QUANTISED,
         dropout_mask=(4 if plan.device == "cpu" else 1) if plan.lora_dropout > 0 else 0,
         attention=plan.attention,
         masked=plan.packing,
         length=length if in_memory else 0,
-        kernels=program.kernels,
+        kernels=program.kernels.compiled() if plan.compiled else program.kernels,
     )
 
 

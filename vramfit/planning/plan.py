@@ -76,8 +76,9 @@ class Plan:
 
     `max_length` tokens per sequence; `micro_batch` sequences per forward pass and card; `accumulation` of them make one
     optimizer step. `recompute` is the number of blocks whose activations are recomputed in backward (the first ones);
-    0 keeps all; `input_tier` is where the inputs of those wait. `compress` is how many of the other blocks keep int8
-    copies instead. `loss_chunk_tokens` is rows of logits alive at once (0: all of them).
+    0 keeps all; `selective` keeps some results of those, too; `input_tier` is where the inputs of those wait.
+    `compress` is how many of the other blocks keep int8 copies instead. `loss_chunk_tokens` is rows of logits alive at
+    once (0: all of them).
 
     `optimizer_bits` are of one state of one parameter; `optimizer_tier` where states live; `optimizer_in_backward`
     steps a parameter as soon as its gradient is there. `weights_tier` other than device streams the blocks through two
@@ -101,6 +102,7 @@ class Plan:
     micro_batch: int
     accumulation: int
     recompute: int
+    selective: bool = False
     input_tier: Tier = "device"
     compress: int = 0
     loss: Literal["fused", "chunked", "full"]
@@ -165,7 +167,8 @@ class MemoryEstimate:
 class SpeedEstimate:
     """Predicted speed. `bounds` splits one optimizer step into seconds by what takes them (compute, link, ...).
 
-    Tokens/s counts trained tokens, padding excluded.
+    Tokens/s counts trained tokens, padding excluded. `mfu` is useful FLOPs against the dense rate of all cards,
+    recompute left out; `watts` what the cards may draw (0: unknown).
     """
 
     step_seconds: float
@@ -173,6 +176,22 @@ class SpeedEstimate:
     bounds: dict[str, float]
     flops_per_step: float
     rate_source: Literal["catalogue", "measured", "assumed"]
+    mfu: float = 0.0
+    watts: float = 0.0
+
+    @property
+    def steps_per_s(self) -> float:
+        return 1.0 / self.step_seconds
+
+    @property
+    def bound_by(self) -> str:
+        """What takes most of a step."""
+        return max(self.bounds, key=lambda name: self.bounds[name])
+
+    @property
+    def step_joules(self) -> float:
+        """Energy of one step, at most: all cards at their power limit."""
+        return self.watts * self.step_seconds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,22 +19,45 @@ class Kernels:
     """What operations keep for backward, where programs differ.
 
     `norm`, `rope` and `mlp`: "python" as the library writes them, "fused" into one kernel that keeps its input,
-    "recomputed" by a compiler. `adapter`: "python" as PEFT does it, "fused" one kernel per input.
-    `recomputes_inputs`: a compiler computes inputs of linears from what it keeps. `keeps_frozen_inputs`: bitsandbytes
-    before 0.43.2. `repeats_kv`: keys and values are copied to every query head before the kernel. `fuses_qkv`: one
-    projection, whose result stays whole because the values are a view of it. `model_dropout`: attention's weights are
-    dropped out.
+    "recomputed" by a compiler. A norm in "fp32" also multiplies with its weight in fp32 and casts last. `layer_norm`
+    and `gelu`: "native" operations, or "python" from single ones; GELU as the "library" has it for the activation.
+    `adapter`: "python" as PEFT does it, "fused" one kernel per input. `keeps_frozen_inputs`: bitsandbytes before 0.43.2
+    keeps what a quantised linear is given.
+
+    `repeats_kv`: keys and values are copied to every query head before the kernel. `fuses_qkv`: one projection, whose
+    result stays whole because the values are a view of it. `pads_adapters`: adapters of some parts of it are copied
+    into zeros of its width, an operation that keeps what it copies. `copies_heads`: queries lie head by head in memory,
+    so does the kernel's result, which is copied to lie token by token. `eager_fp32`: attention's softmax is in fp32.
+    `dropout`: the model's own, of attention's weights and of what each branch returns.
     """
 
-    norm: Literal["python", "fused", "recomputed"] = "python"
+    norm: Literal["python", "fp32", "fused", "recomputed"] = "python"
+    layer_norm: Literal["native", "python"] = "native"
+    gelu: Literal["library", "native", "python"] = "library"
     rope: Literal["python", "fused"] = "python"
     mlp: Literal["python", "fused", "recomputed"] = "python"
     adapter: Literal["python", "fused"] = "python"
-    recomputes_inputs: bool = False
     keeps_frozen_inputs: bool = False
     repeats_kv: bool = False
     fuses_qkv: bool = False
-    model_dropout: bool = False
+    pads_adapters: bool = False
+    copies_heads: bool = False
+    eager_fp32: bool = True
+    dropout: bool = False
+
+    def compiled(self) -> Kernels:
+        """Behind torch.compile. What lies between products is one kernel that computes what it needs again from what
+        it was given. Inputs of products stay: a default partition never recomputes what backward would have to write
+        to memory again."""
+        return replace(
+            self,
+            norm="fused",
+            layer_norm="native",
+            gelu="native",
+            rope="fused",
+            mlp="recomputed",
+            copies_heads=False,
+        )
 
 
 PYTHON_KERNELS: Final = Kernels()
@@ -47,15 +70,19 @@ class Sharding:
 
     `holds_frozen_inputs`: FSDP1 of torch 2.1 to 2.4 with frozen parameters and reentrant recompute keeps every block's
     input and that input's gradient until backward ends. `keeps_gathered`: FSDP1 of torch 2.0 and older never frees a
-    gathered frozen block. `replicates_adapters`: adapters beside a quantised base are left out of the sharding, every
-    card holds all of them with gradients and states. `bucket_bytes` are buffers held all the time (DeepSpeed's live
+    gathered frozen block. `keeps_scales`: scales of a 4-bit base are no parameters, every card holds all of them.
+    `replicates_adapters`: adapters beside a quantised base are left out of the sharding, every
+    card holds all of them with gradients and states. `adapter_units`: FSDP1 makes each adapter this many units of its
+    own, whose small gathers wait in the blocks' queue. `bucket_bytes` are buffers held all the time (DeepSpeed's live
     parameters, prefetch and reduce buckets).
     """
 
     holds_frozen_inputs: bool = False
     keeps_gathered: bool = False
+    keeps_scales: bool = False
     replicates_adapters: bool = False
     bucket_bytes: float = 0.0
+    adapter_units: int = 0
 
 
 PLAIN_SHARDING: Final = Sharding()
@@ -67,14 +94,24 @@ class Program:
 
     `gradient` of a weight that trains, None: of the weight's own format. `master` is a separate fp32 copy of 16-bit
     weights, `host_master` one that is kept only where the states live in RAM or on disk. `step_temporary` is what the
-    optimizer step makes beside the states, in units of the trained weights (foreach AdamW: 1, fused kernels: 0).
-    `frees_gradients`: they are gone before the next forward.
+    optimizer step makes beside the states, in units of the trained weights (foreach AdamW: 1, fused kernels: 0),
+    `step_gradient` bytes of an fp32 copy of the gradients there. `accumulates`: its recipes make a step of several
+    micro-batches unless told otherwise.
 
     `autocast`: matrix products cast what they are given; `caches_casts`: 16-bit copies of all weights stay until
-    forward ends. `adapter` is bytes of an adapter's weight. `logits` are bytes per token and vocabulary entry at the
-    worst moment of the loss, by loss kind. `holds_output`: recompute holds the block's output while its backward runs
-    (reentrant checkpoints); `input_grads`: the first block's input needs a gradient although nothing before it trains,
-    so that such checkpoints work with adapters.
+    forward ends. `adapter` is bytes of an adapter's weight. `unties_head`: the head is a matrix of its own even where
+    the model ties it to the embedding.
+
+    `logits` are bytes per token and vocabulary entry at the worst moment of the loss, by loss kind
+    (`logits_in_compute`: of fp32 runs, half in 16 bits). Where only the head or the loss goes in chunks, `logits_kept`
+    are those that all chunks keep. `logits_held` are those a variable keeps through backward. `keeps_last_loss`: the
+    loss of the micro-batch before is in a variable until the next is there, with all that its graph holds and autograd
+    does not free.
+
+    `holds_output`: recompute holds the block's output while its backward runs (reentrant checkpoints); `input_grads`:
+    the first block's input needs a gradient although nothing before it trains, so that such checkpoints work with
+    adapters. `selective` recompute keeps the results of "every other product" and of attention, or all but what is
+    inside "attention".
 
     `context_bytes`: what the driver takes on a card before the first tensor; `process_bytes`: interpreter and libraries
     in RAM.
@@ -87,11 +124,18 @@ class Program:
     master: float = 0.0
     host_master: float = 0.0
     step_temporary: float = 1.0
-    frees_gradients: bool = True
+    step_gradient: float = 0.0
     autocast: bool = True
     caches_casts: bool = False
     adapter: float = 4.0
     logits: Mapping[str, float] = field(default_factory=lambda: {"full": 12.0, "chunked": 0.0, "fused": 0.0})
+    logits_in_compute: bool = False
+    logits_kept: float = 0.0
+    logits_held: float = 0.0
+    keeps_last_loss: bool = False
+    selective: Literal["every other product", "attention"] = "every other product"
+    unties_head: bool = False
+    accumulates: bool = False
     holds_output: bool = False
     input_grads: bool = False
     context_bytes: int = int(0.6 * GIB)
@@ -126,7 +170,7 @@ _TRAINER: Final = Program(
 )
 """Hugging Face's Trainer on torch 2.4: foreach AdamW, reentrant recompute, logits made whole and in fp32."""
 
-_FMS: Final = replace(_TRAINER, name="fms", sharding=Sharding(holds_frozen_inputs=True))
+_FMS: Final = replace(_TRAINER, name="fms", sharding=Sharding(holds_frozen_inputs=True, adapter_units=2))
 """fms-acceleration's benchmarks: the Trainer with flash attention, torch 2.4.1, FSDP1, adapters fp32 under autocast."""
 
 _FMS_QUANTISED: Final = Sharding(holds_frozen_inputs=True, replicates_adapters=True)
@@ -137,9 +181,148 @@ _FAST_KERNELS: Final = Kernels(norm="fused", rope="fused")
 
 _FOAK: Final = replace(_FMS, name="fms/foak", kernels=_FAST_KERNELS, logits={"full": 8.0, "chunked": 8.0, "fused": 0.0})
 
+_LITGPT: Final = Program(
+    name="litgpt",
+    kernels=Kernels(norm="fp32", repeats_kv=True, fuses_qkv=True, pads_adapters=True, copies_heads=True),
+    autocast=False,
+    adapter=2.0,
+    # Whole head: fp32 logits 4 in a variable of the loop, the copy without the last position 4, log-softmax 4.
+    logits={"full": 12.0, "chunked": 8.0, "fused": 0.0},
+    # A head in chunks of 128 rows: every chunk goes to fp32 (4, the variable again) and its log-softmax stays (4). In
+    # backward each of these becomes a gradient; all chunks' losses run before any head.
+    logits_kept=8.0,
+    logits_held=4.0,
+    keeps_last_loss=True,
+    unties_head=True,
+    accumulates=True,
+)
+"""LitGPT: Lightning Fabric in "bf16-true" (no autocast, adapters in bf16, every output converted to fp32), model and
+fine-tuning scripts of its repository. One projection for q, k, v; keys and values expanded to all heads; RMSNorm wholly
+in fp32; rotary results joined head by head; adapters of q and v written into zeros by index_copy, which keeps them."""
+
+_LITGPT_OLD_FSDP: Final = replace(_LITGPT, name="litgpt/fsdp", sharding=Sharding(keeps_gathered=True))
+"""Its tables with FSDP and adapters: torch 2.0, where frozen blocks are never sharded again."""
+
+_THUNDER: Final = replace(
+    _LITGPT,
+    name="litgpt+thunder",
+    kernels=replace(_LITGPT.kernels, pads_adapters=False),
+    step_temporary=0.0,
+    keeps_last_loss=False,
+    accumulates=False,
+)
+"""lightning-thunder's benchmark_litgpt.py: the same model behind its compiler, fused AdamW, torch's cross-entropy."""
+
+_TORCHTUNE: Final = Program(
+    name="torchtune",
+    kernels=Kernels(repeats_kv=True),
+    step_temporary=0.0,
+    autocast=False,
+    adapter=2.0,
+    # full: as everywhere, logits in fp32, log-softmax, gradients. chunked: eight chunks of 16-bit logits, each in fp32
+    # while its loss is made (4) with its log-softmax (4).
+    logits={"full": 12.0, "chunked": 8.0, "fused": 0.0},
+    logits_kept=6.0,
+)
+"""torchtune: pure bf16, fused AdamW, keys and values expanded, non-reentrant recompute. Its chunked cross-entropy keeps
+the 16-bit logits of all chunks (2), and log-softmax (4) unless a compiler makes that again in backward."""
+
+_TORCHTITAN: Final = Program(
+    name="torchtitan",
+    kernels=Kernels(norm="fused", repeats_kv=True),
+    step_temporary=0.0,
+    # 16-bit logits are freed before backward: log-softmax 4, its gradient 4, the logits' gradient 4
+    logits={"full": 12.0, "chunked": 0.0, "fused": 0.0},
+)
+"""torchtitan: FSDP2 with fp32 shards, fused AdamW, native RMSNorm; selective recompute keeps the result of every second
+product and of attention (its list of operations)."""
+
+_RASBT: Final = Program(
+    name="rasbt LLMs-from-scratch",
+    kernels=Kernels(layer_norm="python", gelu="python", dropout=True, eager_fp32=False),
+    autocast=False,
+    # Cross-entropy in the model's own format: in fp32 logits in a variable 4, log-softmax 4, gradient of the picked
+    # 4, of the logits 4; in bf16 half.
+    logits={"full": 16.0, "chunked": 16.0, "fused": 0.0},
+    logits_held=4.0,
+    logits_in_compute=True,
+)
+"""The GPT-2 of "Build a Large Language Model (From Scratch)": LayerNorm and GELU from single operations, dropout after
+each branch, everything in the model's format."""
+
+_ANSWERAI: Final = replace(
+    _TRAINER,
+    name="answerai fsdp_qlora",
+    autocast=False,
+    adapter=2.0,
+    # the script keeps the model's output in a variable through backward: the fp32 logits on top of the usual 12
+    logits={"full": 16.0, "chunked": 16.0, "fused": 0.0},
+    logits_held=4.0,
+    sharding=Sharding(keeps_scales=True, adapter_units=2),
+    holds_output=False,
+)
+"""answer.ai's fsdp_qlora: pure bf16 with PEFT adapters in bf16, FSDP1, non-reentrant recompute (its inputs are
+no leaves, so that sharding's hooks hold no gradient of them), torch 2.2."""
+
+_COLOSSAL: Final = replace(
+    _TRAINER,
+    name="colossalchat",
+    autocast=False,
+    adapter=2.0,
+    master=4.0,
+    step_gradient=4.0,
+    step_temporary=0.0,
+    # the model's output, fp32 logits and all, stays in a variable through backward
+    logits={"full": 16.0, "chunked": 16.0, "fused": 0.0},
+    logits_held=4.0,
+)
+"""ColossalChat: bf16 weights, HybridAdam on fp32 masters and moments, ZeRO-2 with buckets of 24 MB. The step casts this
+card's share of the gradients to fp32 first."""
+
+_DEEPSPEED: Final = replace(
+    _TRAINER, name="deepspeed", autocast=False, master=4.0, step_gradient=4.0, step_temporary=0.0
+)
+"""DeepSpeed under the Trainer: 16-bit weights, fp32 masters and moments, fused Adam."""
+
+_UNSLOTH: Final = replace(
+    _TRAINER,
+    name="unsloth",
+    kernels=Kernels(norm="fused", rope="fused", mlp="fused", adapter="fused"),
+    # cross-entropy is fused with the head, a chunk of rows at a time
+    logits={"full": 8.0, "chunked": 8.0, "fused": 0.0},
+    holds_output=False,
+)
+"""Unsloth: triton kernels for norm, positions, gated product and adapters; block inputs wait in RAM."""
+
+_QWEN: Final = replace(
+    _TRAINER,
+    name="qwen finetune.py",
+    # accelerate converts the model's 16-bit outputs to fp32 in a wrapper (4) beside the 16-bit ones (2) and their
+    # shifted copy; cross-entropy under autocast 4, 4 and 4
+    logits={"full": 18.0, "chunked": 18.0, "fused": 0.0},
+)
+"""Qwen-1's own script on the Trainer in bf16."""
+
+_MEGATRON: Final = Program(
+    name="megatron",
+    kernels=Kernels(norm="fused", rope="fused", mlp="fused"),
+    gradient=4.0,
+    master=4.0,
+    step_temporary=0.0,
+    autocast=False,
+    # fp32 logits 4, in place of which the softmax is written; its gradient in 16 bits 2
+    logits={"full": 6.0, "chunked": 6.0, "fused": 0.0},
+    selective="attention",
+)
+"""Megatron-LM and NeMo: fused layers, fp32 main gradients and masters; selective recompute is of attention alone."""
+
+
 PROGRAMS: Final[Mapping[str, Program]] = {
     "vramfit": OURS,
     "transformers": _TRAINER,
+    "transformers+liger": replace(
+        _TRAINER, name="transformers+liger", kernels=Kernels(norm="fused", rope="fused", mlp="fused")
+    ),
     "fms": _FMS,
     "fms/foak": _FOAK,
     "fms-quantised": replace(_FMS, name="fms-quantised", sharding=_FMS_QUANTISED),
@@ -150,5 +333,26 @@ PROGRAMS: Final[Mapping[str, Program]] = {
         sharding=_FMS_QUANTISED,
         kernels=replace(_FAST_KERNELS, adapter="fused"),
     ),
+    "litgpt": _LITGPT,
+    # bitsandbytes 0.41 and 0.42, which it is pinned to
+    "litgpt-quantised": replace(
+        _LITGPT, name="litgpt-quantised", kernels=replace(_LITGPT.kernels, keeps_frozen_inputs=True)
+    ),
+    "litgpt/fsdp": _LITGPT_OLD_FSDP,
+    "litgpt+thunder": _THUNDER,
+    "torchtune": _TORCHTUNE,
+    "torchtune/compiled": replace(_TORCHTUNE, name="torchtune/compiled", logits_kept=2.0),
+    "torchtitan": _TORCHTITAN,
+    "rasbt": _RASBT,
+    "rasbt/native": replace(
+        _RASBT, name="rasbt/native", kernels=Kernels(gelu="native", dropout=True, eager_fp32=False)
+    ),
+    "answerai fsdp_qlora": _ANSWERAI,
+    "colossalchat": _COLOSSAL,
+    "deepspeed": _DEEPSPEED,
+    "unsloth": _UNSLOTH,
+    "qwen": _QWEN,
+    "qwen-fp16": replace(_QWEN, name="qwen-fp16", logits={"full": 8.0, "chunked": 8.0, "fused": 0.0}),
+    "megatron": _MEGATRON,
 }
 """By name. Which record a measured row belongs to is decided where rows are read (`bench/estimator_accuracy.py`)."""

@@ -169,7 +169,7 @@ class Tape:
     @property
     def saved(self) -> float:
         """Bytes per token kept from forward to backward, each storage once."""
-        return self._total({storage for operation in self.operations for storage in operation.saves})
+        return self.total({storage for operation in self.operations for storage in operation.saves})
 
     @property
     def end(self) -> int:
@@ -246,7 +246,8 @@ class Tape:
             steps.append(Step(operation, changes, max(0.0, operation.backward_temporary)))
         return steps, walk.of(self._start_value)
 
-    def _total(self, storages: Iterable[int]) -> float:
+    def total(self, storages: Iterable[int]) -> float:
+        """Bytes per token of these storages."""
         return sum(self.sizes[storage] for storage in storages)
 
     def _storage(self, size: float) -> int:

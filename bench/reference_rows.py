@@ -1,0 +1,292 @@
+"""Rows of published runs (the reference columns) as models, plans and records of the programs that ran.
+
+Nothing here is fitted: a column says what a run was, its program's record says what that means. Odd and missing values
+fall to the closest that is known, and a program nobody wrote a record for to the one whose columns are alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from vramfit.models import catalogue, families
+from vramfit.models.architecture import Architecture
+from vramfit.planning.plan import Plan, ShardingKind, Workload
+from vramfit.planning.program import PROGRAMS, Program
+
+Row = Mapping[str, str]
+
+
+class Unusable(Exception):
+    """Why a row cannot be compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A row as the planner's words."""
+
+    architecture: Architecture
+    plan: Plan
+    workload: Workload
+    program: Program
+
+
+def run_of(row: Row) -> Run:
+    """Raises Unusable: the catalogue lacks the model, or the row has no length or micro-batch."""
+    architecture = catalogue.find(row["model_id"])
+    if architecture is None:
+        raise Unusable(f"the catalogue has no {row['model_id']}")
+    program = program_of(row)
+    if program.unties_head:
+        architecture = replace(architecture, tied_embeddings=False)
+    if not _number(row["seq_len"]) or not _number(row["micro_batch"]):
+        raise Unusable("neither length nor micro-batch can be missing")
+    plan = plan_of(row, architecture)
+    # Where only the longest row is known, those around it are short: the mean of instruction data is about a tenth.
+    mean = plan.max_length * (0.1 if "longest sample" in row["notes"] else 1.0)
+    workload = Workload(sequences=1000, mean_tokens=mean, longest_tokens=plan.max_length, exact=True)
+    return Run(architecture=architecture, plan=plan, workload=workload, program=program)
+
+
+# --- programs --------------------------------------------------------------------------------------------------------
+
+_NAMED: Final = (
+    ("thunder", "litgpt+thunder"),
+    ("litgpt", "litgpt"),
+    ("lit-gpt", "litgpt"),
+    ("torchtune", "torchtune"),
+    ("torchtitan", "torchtitan"),
+    ("rasbt", "rasbt"),
+    ("fsdp_qlora", "answerai fsdp_qlora"),
+    ("colossal", "colossalchat"),
+    ("unsloth", "unsloth"),
+    ("qwen", "qwen"),
+    ("megatron", "megatron"),
+    ("nemo", "megatron"),
+    ("deepspeed", "deepspeed"),
+)
+"""What a program's name has in it, and its record."""
+
+
+def program_of(row: Row) -> Program:
+    """The record of the program that ran a row, with the precision its columns give adapters."""
+    program = PROGRAMS[_record(row)]
+    if _is_adapter(row) and _bits(row["optimizer"]) == 16:
+        program = replace(program, adapter=2.0)
+    if program.master and row["sharding"].startswith("zero"):
+        program = replace(program, sharding=replace(program.sharding, bucket_bytes=_bucket_bytes(program, row)))
+    return program
+
+
+def _record(row: Row) -> str:
+    name, quantised = row["program"].lower(), row["method"] == "qlora"
+    if name.startswith("fms"):
+        found = "fms/foak" if "foak" in name else "fms"
+        return f"{found}-quantised" if quantised else found
+    found = next((record for part, record in _NAMED if part in name), "")
+    if found == "litgpt" and row["sharding"] == "fsdp" and _is_adapter(row):
+        return "litgpt/fsdp"
+    if found == "litgpt" and quantised:
+        return "litgpt-quantised"
+    if found == "torchtune" and _compiled(row):
+        return "torchtune/compiled"
+    if found == "rasbt" and _step_number(row["notes"]) >= _RASBT_NATIVE:
+        return "rasbt/native"
+    if found == "qwen" and row["compute_dtype"] == "fp16":
+        return "qwen-fp16"
+    return found or _closest(row)
+
+
+def _closest(row: Row) -> str:
+    """For a program without a record: what its columns say it uses."""
+    if row["sharding"].startswith("zero"):
+        return "deepspeed"
+    if row["grad_ckpt"] == "unsloth":
+        return "unsloth"
+    return "transformers+liger" if row["loss_impl"] == "fused" else "transformers"
+
+
+_RASBT_NATIVE: Final = 6
+"""The step of its tutorial from which LayerNorm and GELU are PyTorch's."""
+
+
+def _step_number(notes: str) -> int:
+    found = re.search(r"cumulative step: (\d+)", notes)
+    return int(found[1]) if found else 0
+
+
+_DEEPSPEED_BUCKET: Final = 5e8
+_COLOSSAL_BUCKET: Final = 12 * 2**20
+_ZERO3_LIVE: Final = 1e9
+"""Numbers in a bucket by default, and parameters ZeRO-3 keeps gathered at most."""
+
+
+def _bucket_bytes(program: Program, row: Row) -> float:
+    """Two 16-bit buckets to reduce gradients; ZeRO-3 one to prefetch, and its live parameters."""
+    if program.name == "colossalchat":
+        return 2 * 2 * _COLOSSAL_BUCKET
+    architecture = catalogue.find(row["model_id"])
+    size = architecture.params if architecture else _ZERO3_LIVE
+    if _is_adapter(row):
+        return 0.0
+    buckets = 2 * 2 * min(_DEEPSPEED_BUCKET, size)
+    return buckets + (2 * min(_ZERO3_LIVE, size) if row["sharding"] == "zero3" else 0.0)
+
+
+# --- plans -----------------------------------------------------------------------------------------------------------
+
+_WEIGHTS: Final = {
+    "nf4": "nf4-plain",
+    "nf4-dq": "nf4",
+    "fp4": "nf4-plain",
+    "int4": "gptq-int4",
+    "awq-int4": "gptq-int4",
+}
+_DOUBLY_QUANTISED: Final = ("fms", "answerai")
+"""fms-acceleration quantises doubly (its steady state is 0.516 bytes a parameter); answer.ai's linears by default."""
+_DROPOUT: Final = {"fms": 0.1, "answerai": 0.1, "unsloth": 0.0, "torchtune": 0.0, "peft": 0.0, "colossal": 0.0}
+_USUAL_DROPOUT: Final = 0.05
+_FUSED_LOSS_ROWS: Final = 1024
+_KNOWN_WEIGHTS: Final = ("fp32", "bf16", "fp16", "int8", "nf4", "nf4-plain", "gptq-int4", "gptq-int8")
+
+
+def plan_of(row: Row, architecture: Architecture) -> Plan:
+    """The row's settings as a plan."""
+    values: dict[str, Any] = {
+        **_weights(row),
+        **_optimizer(row),
+        **_recompute(row, architecture),
+        **_loss(row, architecture),
+        **_adapter(row, architecture),
+        **_cards(row),
+    }
+    return Plan(
+        device="cuda:0",
+        budget_bytes=0,
+        max_length=_number(row["seq_len"]),
+        micro_batch=_number(row["micro_batch"]),
+        accumulation=2 if program_of(row).accumulates else 1,
+        attention=_one_of(row["attention"], ("eager", "flash", "sdpa"), "sdpa"),  # type: ignore[arg-type]
+        compiled=_compiled(row),
+        **values,
+    )
+
+
+def _compiled(row: Row) -> bool:
+    return row["compile"].lower() not in ("", "no", "none", "false", "0", "unknown")
+
+
+def _is_adapter(row: Row) -> bool:
+    return row["method"] in ("lora", "qlora", "dora") or bool(_number(row["lora_rank"]))
+
+
+def _weights(row: Row) -> dict[str, Any]:
+    stored = _WEIGHTS.get(row["weight_dtype"], row["weight_dtype"])
+    if stored == "nf4-plain" and row["program"].startswith(_DOUBLY_QUANTISED):
+        stored = "nf4"
+    stored = _one_of(stored, _KNOWN_WEIGHTS, "nf4" if row["method"] == "qlora" else "bf16")
+    plain = stored in ("fp32", "bf16", "fp16")
+    adapter = _is_adapter(row)
+    return {
+        "method": ("lora" if plain else "qlora") if adapter else "full",
+        "weight_format": stored,
+        "trained_format": stored if plain else "bf16",
+        "compute": _one_of(row["compute_dtype"], ("bf16", "fp16", "fp32"), "bf16"),  # float8 keeps 16-bit activations
+        "weights_tier": "host" if "params" in row["offload"] or row["offload"] == "all" else "device",
+    }
+
+
+def _bits(optimizer: str) -> int:
+    return {"bf16": 16, "fp32": 32, "8bit": 8, "4bit": 4}.get(optimizer.rpartition("_")[2], 32)
+
+
+def _optimizer(row: Row) -> dict[str, Any]:
+    name = row["optimizer"].lower()
+    away = name.startswith("paged") or any(part in row["offload"] for part in ("optimizer", "params", "all"))
+    return {
+        "optimizer": next((kind for kind in ("adafactor", "lion", "muon", "sgd") if kind in name), "adamw"),
+        "optimizer_bits": _bits(name),
+        "optimizer_tier": "host" if away else "device",
+        "optimizer_in_backward": "fused into backward" in row["notes"],
+    }
+
+
+def _recompute(row: Row, architecture: Architecture) -> dict[str, Any]:
+    kind = row["grad_ckpt"]
+    if kind in ("", "none", "no", "unknown") or (kind == "selective" and program_of(row).selective == "attention"):
+        return {"recompute": 0}
+    waits = "activations" in row["offload"] or kind == "unsloth"
+    return {
+        "recompute": architecture.layers,
+        "selective": kind == "selective",
+        "input_tier": "host" if waits else "device",
+    }
+
+
+def _loss(row: Row, architecture: Architecture) -> dict[str, Any]:
+    kind = _one_of(row["loss_impl"], ("full", "chunked", "fused"), "full")
+    batch, tokens = _number(row["micro_batch"]), _number(row["micro_batch"]) * _number(row["seq_len"])
+    if kind == "full":
+        return {"loss": kind, "loss_chunk_tokens": 0}
+    if kind == "fused":  # so many rows that a chunk's logits are about as large as the hidden states
+        return {
+            "loss": kind,
+            "loss_chunk_tokens": _next_power(tokens * architecture.hidden_size / architecture.vocab_size),
+        }
+    litgpt = program_of(row).name.startswith("litgpt")
+    return {"loss": kind, "loss_chunk_tokens": 128 * batch if litgpt else -(-tokens // 8)}
+
+
+def _next_power(number: float) -> int:
+    return 1 << max(0, int(number) - 1).bit_length()
+
+
+def _adapter(row: Row, architecture: Architecture) -> dict[str, Any]:
+    if not _is_adapter(row):
+        return {}
+    names = [name for name in row["lora_targets"].split("+") if name and name != "unknown"]
+    places = {"wte": "embedding", "embed_tokens": "embedding", "lm_head": "head"}
+    saved = tuple(places[name[5:]] for name in names if name.startswith("save:") and name[5:] in places)
+    linears = tuple(name for name in names if not name.startswith("save:") and name != "lm_head")
+    dropout = next((value for part, value in _DROPOUT.items() if row["program"].startswith(part)), _USUAL_DROPOUT)
+    return {
+        "lora_rank": _number(row["lora_rank"]) or 8,
+        "lora_targets": _targets(linears or ("q_proj", "v_proj"), architecture),
+        "lora_dropout": dropout,
+        "saved_modules": saved,
+    }
+
+
+def _targets(names: tuple[str, ...], architecture: Architecture) -> tuple[str, ...]:
+    """The model's own names: a part of what it has in one projection is that projection."""
+    names = ("all-linear",) if "all-linear" in names else names
+    own = {linear.name for linear in architecture.linears(architecture.layers - 1)}
+    if names == ("all-linear",) or own & set(names):
+        return names
+    family = families.family(architecture.family)
+    parts = {"q_proj": family.qkv, "k_proj": family.qkv, "v_proj": family.qkv, "o_proj": (family.out,)}
+    parts |= {"gate_proj": family.up, "up_proj": family.up, "down_proj": (family.down,)}
+    found = tuple(dict.fromkeys(own_name for name in names for own_name in parts.get(name, ())))
+    return found or ("all-linear",)
+
+
+def _cards(row: Row) -> dict[str, Any]:
+    cards = max(1, _number(row["gpus"]))
+    text = row["sharding"].lower()
+    kinds: tuple[ShardingKind, ...] = ("zero1", "zero2", "zero3", "fsdp", "ddp")
+    kind = next((kind for kind in kinds if kind in text), "ddp" if text in ("", "none", "unknown") else "fsdp")
+    return {"cards": cards, "sharding": kind if cards > 1 else "none"}
+
+
+def _one_of(value: str, known: tuple[str, ...], otherwise: str) -> str:
+    return value if value in known else otherwise
+
+
+def _number(text: str) -> int:
+    """A whole number, 0 when there is none."""
+    try:
+        return int(float(text))
+    except ValueError:
+        return 0
