@@ -19,7 +19,8 @@ from vramfit.config import RunConfig
 from vramfit.errors import WontFit
 from vramfit.hardware.catalogue import find, machine_with
 from vramfit.models import catalogue
-from vramfit.planning.memory import block_memory
+from vramfit.planning.block import block_memory
+from vramfit.planning.operations import block_work
 from vramfit.planning.plan import Workload
 from vramfit.planning.planner import forecast_run
 
@@ -63,6 +64,7 @@ def seconds(name: str, card: str, method: str) -> float:
     assert architecture is not None and found is not None
     config = RunConfig.parse({"method": method, "model": {"source": name}})
     block_memory.cache_clear()
+    block_work.cache_clear()
     began = time.process_time()
     with contextlib.suppress(WontFit):
         forecast_run(config, architecture=architecture, machine=machine_with(found), workload=WORKLOAD)

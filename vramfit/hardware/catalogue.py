@@ -25,7 +25,9 @@ ASSUMED_RAM_GIB = 64
 class Card:
     """A card as sold. Bytes/s, dense FLOP/s by compute dtype with fp32 accumulation, watts, US dollars.
 
-    `names` are what drivers and people call it, `price_note` says what the price is and when it was seen.
+    `names` are what drivers and people call it, `price_note` says what the price is and when it was seen, and
+    `rent_usd` is an hour of one in a cloud (0: hardly offered). `reach`, `attention_reach`, `units` and
+    `peer_bandwidth` as of `Device`.
     """
 
     name: str
@@ -40,6 +42,12 @@ class Card:
     fp8: bool
     price_usd: float
     price_note: str
+    reach: float
+    attention_reach: float
+    units: int
+    peer_bandwidth: float
+    rent_usd: float
+    rent_note: str
 
     @property
     def memory_bytes(self) -> int:
@@ -113,6 +121,10 @@ def _device(card: Card, index: int) -> Device:
         memory_bandwidth=card.memory_bandwidth,
         link_bandwidth=card.link_bandwidth,
         power_watts=card.power_watts,
+        reach=card.reach,
+        attention_reach=card.attention_reach,
+        units=card.units,
+        peer_bandwidth=card.peer_bandwidth,
         rates="catalogue",
     )
 

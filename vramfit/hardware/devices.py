@@ -30,11 +30,27 @@ _CHILD_SECONDS = 40.0
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProductRate:
+    """FLOP/s that a product of `rows` x `width` by `width` x `width` was measured to reach in `dtype`."""
+
+    dtype: str
+    rows: int
+    width: int
+    flops: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Device:
     """One device that can train. Bytes, FLOP/s, bytes/s and watts; a rate of 0 is unknown.
 
     `name` is the driver's; `identity` is its UUID or PCI address, which never changes with visibility masks;
     `torch_device` is what torch calls it ("cuda:0", "xpu:0", "mps", "cpu"). `rates` says where the rates come from.
+
+    `reach` is the share of the dense rate that the largest products reach, `attention_reach` what attention kernels
+    reach of that at great length, `units` how many processors share a product's tiles (0: unknown), `peer_bandwidth`
+    one direction between two such cards (0: they go through RAM). `ram_bandwidth`, `disk_read` and `disk_write` are of
+    the machine it is in, `launch_seconds` what a kernel costs its host, `products` what shapes of products were
+    measured here.
     """
 
     kind: DeviceKind
@@ -50,6 +66,15 @@ class Device:
     memory_bandwidth: float = 0.0
     link_bandwidth: float = 0.0
     power_watts: float = 0.0
+    reach: float = 0.75
+    attention_reach: float = 0.84
+    units: int = 0
+    peer_bandwidth: float = 0.0
+    ram_bandwidth: float = 0.0
+    disk_read: float = 0.0
+    disk_write: float = 0.0
+    launch_seconds: float = 0.0
+    products: tuple[ProductRate, ...] = ()
     rates: Literal["catalogue", "measured", "assumed"] = "assumed"
 
 
@@ -301,14 +326,27 @@ def with_catalogue_rates(device: Device) -> Device:
     card = find(device.name, memory_bytes=device.memory_bytes)
     if card is None:
         return device
+    slowed = power_share(device.power_watts, card.power_watts)
     return dataclasses.replace(
         device,
-        flops=dict(card.flops),
+        flops={dtype: slowed * rate for dtype, rate in card.flops.items()},
         memory_bandwidth=card.memory_bandwidth,
         link_bandwidth=card.link_bandwidth,
         power_watts=device.power_watts or card.power_watts,
+        reach=card.reach,
+        attention_reach=card.attention_reach,
+        units=card.units,
+        peer_bandwidth=card.peer_bandwidth,
         rates="catalogue",
     )
+
+
+def power_share(limit_watts: float, usual_watts: float) -> float:
+    """What a power limit leaves of a card's rate. Power grows with clock times voltage squared, and voltage with the
+    clock, so the clock goes with the cube root; a higher limit than usual is not counted on."""
+    if not limit_watts or not usual_watts:
+        return 1.0
+    return float(min(1.0, (limit_watts / usual_watts) ** (1 / 3)))
 
 
 # --- cards only torch knows ------------------------------------------------------------------------------------------
