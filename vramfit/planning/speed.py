@@ -1,117 +1,156 @@
-"""How long an optimizer step takes: arithmetic, memory traffic, kernel launches and the optimizer, from a plan.
+"""How long an optimizer step takes and what bounds it: from a plan, a shape and a device, by arithmetic alone.
 
 FLOPs per token that passes the model, with N the numbers in matrix products a token passes (active parameters without
 the embedding look-up): forward 2N, gradient of the input 2N, gradient of the weights 2N. So full training 6N, LoRA 4N
 (plus 6 times the adapters), and 2N more for blocks that are recomputed. Attention adds, forward and causal,
 2 x layers x query width x length per token, twice that backward. The head counts only for tokens that carry loss.
+
+Seconds are those of the operations (`operations.py`) at what the device reaches (`rates.py`):
+
+    compute    products and attention
+    memory     what lies between them, logits, casts and unpacked weights
+    launch     the host's time for kernels, beyond what the device is busy anyway
+    optimizer  states read and written, where they live
+    link       what crosses between cards, or between card and RAM, beyond what computing hides
+    disk       the same for the disk
+
+What runs at the same time takes as long as the longest, and a part of the shorter that nothing hides: the first block
+that must arrive, the last that must leave, and the units that a collective takes from computing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from functools import cached_property
+from typing import Final
 
 from vramfit.hardware.devices import Device
 from vramfit.models.architecture import Architecture
-from vramfit.planning.memory import adapter_params, formats_of, trained_params, usual_block
-from vramfit.planning.plan import Plan, SpeedEstimate, Workload
-from vramfit.units import MIB
-
-
-@dataclass(frozen=True, kw_only=True)
-class Efficiency:
-    """How much of a device's dense rate matrix products reach, and its small costs.
-
-    best x tokens / (tokens + half_tokens) x width / (width + half_width): a product needs rows to fill all units, and
-    width to amortise reading them. `launch_seconds` is what one kernel costs the host; `cache_bytes`, on a CPU, what
-    of a block's weights its caches hold.
-    """
-
-    best: float
-    half_tokens: float
-    half_width: float
-    launch_seconds: float
-    overlaps_launches: bool
-    cache_bytes: float = 0.0
-
-
-RateSource = Literal["catalogue", "measured", "assumed"]
-
-CARD: Final = Efficiency(best=0.8, half_tokens=256, half_width=256, launch_seconds=7e-6, overlaps_launches=True)
-"""Cards: 72 % of the dense rate is the best known of a whole training on a 4090 (7B, fused kernels); large products
-alone reach about 80 %. Launches: an eager PyTorch operation costs the host 5 to 10 microseconds."""
-
-CPU: Final = Efficiency(
-    best=0.82, half_tokens=16, half_width=8, launch_seconds=20e-6, overlaps_launches=False, cache_bytes=4 * MIB
+from vramfit.planning.block import Formats
+from vramfit.planning.memory import (
+    BYTES,
+    QUANTISED,
+    STATE_BYTES,
+    STATES,
+    adapter_params,
+    formats_of,
+    trained_params,
+    weight_bytes,
 )
-"""CPU: element-wise work is folded in. An operation costs 20 microseconds beside its work: the starter's step of four
-sequences, cut in turn into passes of 4, 2 and 1 in one run, took 36.9, 42.1 and 53.3 ms. A block whose weights leave
-the cache is read from RAM again and again, and products then reach up to 40 % less. Three measurements on two cores
-agree within a third: the starter (2 x 128 wide) about 70 GFLOP/s, an 18.7 M Llama 50 (483 tokens/s), LoRA of
-SmolLM2-135M 45 (79 tokens/s), where products reach 90."""
+from vramfit.planning.operations import BlockWork, block_work
+from vramfit.planning.plan import Plan, SpeedEstimate, Workload
+from vramfit.planning.program import OURS, Program
+from vramfit.planning.rates import Rates, rates_of
 
-ASSUMED_FLOPS: Final = {"fp32": 10e12, "bf16": 25e12, "fp16": 25e12}
-ASSUMED_BANDWIDTH: Final = 300e9
-"""A card nobody has facts about is taken for the smallest of the catalogue."""
+ATTENTION_BACKWARD: Final = 0.85
+"""Attention's backward against its forward in FLOP/s (FlashAttention-2's own figures)."""
 
-ASSUMED_RAM_BANDWIDTH: Final = 12e9
-SLOW_16_BIT_ON_CPU: Final = 18.0
-"""How much slower bf16 and fp16 are on a CPU without units for them, measured."""
+MASKED_ATTENTION: Final = 0.7
+"""With a mask another kernel runs, slower, and nothing is skipped."""
 
-OPTIMIZER_BYTES: Final = 28.0
-"""AdamW reads weight, gradient and two moments and writes weight and moments: 7 fp32 numbers a parameter."""
+LOGIT_TRIPS: Final = 4.0
+"""Each copy of the logits is written and read once forward and once backward."""
 
-KERNELS_FORWARD: Final = 45
-KERNELS_BACKWARD: Final = 85
-"""Operations of one Llama block written in Python, counted with torch's profiler; LoRA adds 5 and 8 per linear."""
+FUSED_LOGITS: Final = 16.0
+"""Bytes moved per token and entry where a loss holds hardly any logits: its chunk is written, read by the softmax,
+overwritten by its gradient and read by two products."""
+
+FOREACH_TRIPS: Final = 3.5
+"""AdamW as a list of operations on all tensors reads and writes 25 numbers where a fused kernel has 7."""
+
+CLIPPING_GRADIENTS: Final = 3.0
+"""The norm reads every gradient, scaling reads and writes it."""
+
+COLLECTIVE_SHARE: Final = 0.15
+"""Of a hidden collective's time, what computing loses: it holds about a sixth of a card's units."""
+
+UNIT_SECONDS: Final = 150e-6
+"""What gathering and freeing one sharded unit costs the host: its hooks are Python."""
+
+SMALL_COLLECTIVE_SECONDS: Final = 30e-6
+"""A collective of next to nothing."""
+
+UNPACKED_BYTES: Final = 2.1
+"""Written per weight that is unpacked to 16 bits, scales read beside."""
+
+KERNELS_OUTSIDE: Final = 60
+"""Embedding, final norm, head, loss and their backward."""
 
 
 def estimate_speed(
-    architecture: Architecture, plan: Plan, device: Device, workload: Workload, *, sequences_per_step: int | None = None
+    architecture: Architecture,
+    plan: Plan,
+    device: Device,
+    workload: Workload,
+    *,
+    sequences_per_step: int | None = None,
+    program: Program = OURS,
 ) -> SpeedEstimate:
-    """Seconds per optimizer step and trained tokens/s of `plan` on `device`.
+    """Seconds per optimizer step and trained tokens/s of `plan` on `plan.cards` of `device`, done by `program`.
 
-    `bounds` are seconds of the step: compute, memory (element-wise traffic), launch (what kernels wait for beyond
-    that), optimizer. They add up to `step_seconds`.
+    `bounds` are seconds of the step by what takes them (above); they add up to `step_seconds`. `mfu` counts useful
+    FLOPs, recompute left out, against the dense rate. `watts` is what all cards may draw: an upper bound.
     """
-    sequences = sequences_per_step or plan.micro_batch * plan.accumulation
-    efficiency = CPU if device.kind == "cpu" else CARD
-    padded = padded_length(plan, workload)
-    tokens = sequences * padded
-    flops = tokens * flops_per_token(architecture, plan, length=padded, trained_share=workload.trained_share)
-    per_pass = plan.micro_batch * padded
-    rate, source = dense_rate(plan, device)
-    compute = flops / (rate * _achieved(efficiency, per_pass, architecture))
-    memory = 0.0 if device.kind == "cpu" else tokens * _traffic_per_token(architecture, plan) / _bandwidth(device)
-    launches = plan.accumulation * _kernels(architecture, plan) * efficiency.launch_seconds
-    if efficiency.overlaps_launches:
-        launches = max(0.0, launches - compute - memory)
-    optimizer = OPTIMIZER_BYTES * trained_params(architecture, plan) / _bandwidth(device)
-    bounds = {"compute": compute, "memory": memory, "launch": launches, "optimizer": optimizer}
-    step = sum(bounds.values())
-    trained = sequences * workload.mean_tokens * workload.trained_share
-    return SpeedEstimate(
-        step_seconds=step, tokens_per_s=trained / step, bounds=bounds, flops_per_step=flops, rate_source=source
+    sequences = sequences_per_step or plan.micro_batch * plan.accumulation * plan.cards
+    padded, share = padded_length(plan, workload), workload.trained_share
+    flops = sequences * padded * flops_per_token(architecture, plan, length=padded, trained_share=share)
+    again = sequences * padded * _recomputed_flops(architecture, plan, padded)
+    rates = rates_of(device, plan.compute, block_bytes=4.0 * architecture.block_params, compiled=plan.compiled)
+    step = _Step(
+        architecture=architecture,
+        plan=plan,
+        program=program,
+        rates=rates,
+        length=padded,
+        trained_share=share,
+        passes=sequences / (plan.micro_batch * plan.cards),
     )
+    bounds = step.bounds()
+    seconds = sum(bounds.values())
+    return SpeedEstimate(
+        step_seconds=seconds,
+        tokens_per_s=sequences * workload.mean_tokens * share / seconds,
+        bounds=bounds,
+        flops_per_step=flops,
+        rate_source=rates.source,
+        mfu=(flops - again) / (seconds * rates.dense * plan.cards),
+        watts=plan.cards * device.power_watts,
+    )
+
+
+# --- FLOPs -----------------------------------------------------------------------------------------------------------
 
 
 def flops_per_token(architecture: Architecture, plan: Plan, *, length: float, trained_share: float = 1.0) -> float:
     """FLOPs of forward and backward for one token of a sequence of `length` tokens (derivation above)."""
-    head = architecture.head_params
-    outside = architecture.embedding_params + (0 if architecture.tied_embeddings else head)
-    blocks = max(0, architecture.active_params - outside - architecture.learned_positions * architecture.hidden_size)
-    recomputed = plan.recompute / architecture.layers
     passes = 4.0 if plan.lora_rank else 6.0
-    adapters = 0
-    if plan.lora_rank:
-        adapters = adapter_params(architecture, rank=plan.lora_rank, targets=plan.lora_targets)
     attention = 2.0 * architecture.layers * architecture.q_width * _attended(architecture, length)
     return (
-        (passes + 2 * recomputed) * blocks
-        + (6 + 2 * recomputed) * adapters
-        + passes * head * trained_share
-        + (3 + recomputed) * attention
+        passes * (_block_params(architecture) + architecture.head_params * trained_share)
+        + 6.0 * _adapters(architecture, plan)
+        + 3.0 * attention
+        + _recomputed_flops(architecture, plan, length)
     )
+
+
+def _recomputed_flops(architecture: Architecture, plan: Plan, length: float) -> float:
+    """FLOPs per token of the forward that is done again."""
+    attention = 2.0 * architecture.layers * architecture.q_width * _attended(architecture, length)
+    forward = 2.0 * (_block_params(architecture) + _adapters(architecture, plan)) + attention
+    return (0.5 if plan.selective else 1.0) * plan.recompute / architecture.layers * forward
+
+
+def _block_params(architecture: Architecture) -> float:
+    """Numbers in products of the blocks that a token passes."""
+    outside = architecture.embedding_params + (0 if architecture.tied_embeddings else architecture.head_params)
+    positions = architecture.learned_positions * architecture.hidden_size
+    return max(0, architecture.active_params - outside - positions)
+
+
+def _adapters(architecture: Architecture, plan: Plan) -> int:
+    if not plan.lora_rank:
+        return 0
+    return adapter_params(architecture, rank=plan.lora_rank, targets=plan.lora_targets)
 
 
 def _attended(architecture: Architecture, length: float) -> float:
@@ -135,41 +174,302 @@ def padded_length(plan: Plan, workload: Workload) -> float:
     return mean + (longest - mean) * (plan.micro_batch - 1) / (sequences + 3)
 
 
-def dense_rate(plan: Plan, device: Device) -> tuple[float, RateSource]:
-    """(dense FLOP/s in the plan's compute format, where it comes from). Without facts, those of a small card."""
-    known = device.flops.get(plan.compute, 0.0)
-    if known:
-        return known, device.rates
-    if device.kind == "cpu":
-        return device.flops.get("fp32", ASSUMED_FLOPS["fp32"] / 100) / SLOW_16_BIT_ON_CPU, "assumed"
-    return ASSUMED_FLOPS[plan.compute], "assumed"
+# --- seconds ---------------------------------------------------------------------------------------------------------
 
 
-def _bandwidth(device: Device) -> float:
-    if device.memory_bandwidth:
-        return 0.8 * device.memory_bandwidth  # what streaming kernels reach of the data sheet
-    return ASSUMED_RAM_BANDWIDTH if device.kind == "cpu" else ASSUMED_BANDWIDTH
+@dataclass(frozen=True)
+class _Busy:
+    """Seconds a device computes, and moves its memory."""
+
+    compute: float
+    memory: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.memory
+
+    def __add__(self, other: _Busy) -> _Busy:
+        return _Busy(self.compute + other.compute, self.memory + other.memory)
+
+    def times(self, count: float) -> _Busy:
+        return _Busy(count * self.compute, count * self.memory)
 
 
-def _achieved(efficiency: Efficiency, tokens: float, architecture: Architecture) -> float:
-    width, block = architecture.hidden_size, 4.0 * architecture.block_params
-    outside = 0.4 * block / (block + efficiency.cache_bytes) if efficiency.cache_bytes else 0.0
-    filled = tokens / (tokens + efficiency.half_tokens) * width / (width + efficiency.half_width)
-    return efficiency.best * (1 - outside) * filled
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """One optimizer step on one card: `passes` micro-batches, each of `tokens`."""
 
+    architecture: Architecture
+    plan: Plan
+    program: Program
+    rates: Rates
+    length: float
+    trained_share: float
+    passes: float
 
-def _traffic_per_token(architecture: Architecture, plan: Plan) -> float:
-    """Bytes element-wise operations move: each kept tensor is written and read once forward, and about three times
-    backward (itself, its gradient in and out); recompute repeats the forward. nf4 weights are unpacked in each pass.
-    """
-    block = usual_block(architecture, formats_of(architecture, plan))
-    return 5.0 * architecture.layers * block.saved + 2.0 * plan.recompute * block.saved
+    @property
+    def tokens(self) -> float:
+        return self.plan.micro_batch * self.length
 
+    @cached_property
+    def formats(self) -> Formats:
+        return formats_of(self.architecture, self.plan, self.program, length=int(self.length))
 
-def _kernels(architecture: Architecture, plan: Plan) -> float:
-    """Operations of one micro-batch."""
-    adapters = 0
-    if plan.lora_rank:
-        adapters = sum(linear.module for linear in architecture.linears(architecture.layers - 1))
-    forward, backward = KERNELS_FORWARD + 5 * adapters, KERNELS_BACKWARD + 8 * adapters
-    return architecture.layers * (forward + backward) + plan.recompute * forward + 60.0
+    @cached_property
+    def kinds(self) -> tuple[tuple[int, BlockWork], ...]:
+        """(how many blocks, what one does) of those without experts and of those with."""
+        shape, layers = self.architecture, self.architecture.layers
+        counts = ((layers - shape.moe_layers, 0), (shape.moe_layers, layers - 1))
+        return tuple(
+            (count, block_work(shape, layer, self.formats, compiled=self.plan.compiled))
+            for count, layer in counts
+            if count
+        )
+
+    @cached_property
+    def trained(self) -> int:
+        return trained_params(self.architecture, self.plan)
+
+    @property
+    def trains_base(self) -> bool:
+        return not self.plan.lora_rank
+
+    @property
+    def shares_weights(self) -> bool:
+        return self.plan.sharding in ("zero3", "fsdp")
+
+    @property
+    def streams(self) -> bool:
+        return self.plan.weights_tier != "device" and not self.shares_weights
+
+    def bounds(self) -> dict[str, float]:
+        """Seconds of the step by what takes them."""
+        busy = self.busy.times(self.passes)
+        launches = self.launches
+        if not self.rates.on_cpu:
+            launches = max(0.0, launches - busy.total)
+        working = busy.total + launches
+        optimizer, optimizer_link = self.optimizer()
+        link = self.exposed_link(working)
+        disk = self.exposed_disk(working + link)
+        if self.streams and self.plan.optimizer_tier != "device":
+            # the host steps a block while the device computes the next
+            optimizer = max(0.0, optimizer - working - link - disk) + optimizer / self.architecture.layers
+        return {
+            "compute": busy.compute,
+            "memory": busy.memory,
+            "launch": launches,
+            "optimizer": optimizer,
+            "link": link + optimizer_link,
+            "disk": disk,
+        }
+
+    # --- what the device does ----------------------------------------------------------------------------------------
+
+    @cached_property
+    def busy(self) -> _Busy:
+        """One micro-batch: forward, what is recomputed, backward, head and loss."""
+        total = self.head() + _Busy(0.0, self.weight_traffic / self.rates.bandwidth)
+        for count, work in self.kinds:
+            total += (self.forward(work) + self.again(work) + self.backward(work)).times(count)
+        return total
+
+    @property
+    def recomputed(self) -> float:
+        """The share of blocks whose forward is done again."""
+        return self.plan.recompute / self.architecture.layers
+
+    def again(self, work: BlockWork) -> _Busy:
+        """What backward does of forward again: all of it, or when recompute is selective what the program makes again
+        (every second product and what lies between, or attention's inside)."""
+        whole = self.forward(work).times(self.recomputed)
+        if not self.plan.selective:
+            return whole
+        attention = self.attention(work) * self.recomputed
+        if self.program.selective == "attention":
+            return _Busy(attention, 0.0)
+        return _Busy((whole.compute - attention) / 2, whole.memory)
+
+    def forward(self, work: BlockWork) -> _Busy:
+        size, tokens = float(self.formats.compute), self.tokens
+        products = sum(
+            product.copies
+            * self.rates.product_seconds(tokens * product.share, product.inputs, product.outputs, size=size)
+            for product in work.products
+        )
+        return _Busy(products + self.attention(work), tokens * work.forward_bytes / self.rates.bandwidth)
+
+    def backward(self, work: BlockWork) -> _Busy:
+        """The gradient of each product's input, that of its weights where they train, and twice attention."""
+        size, tokens, seconds = float(self.formats.compute), self.tokens, 0.0
+        for product in work.products:
+            rows = tokens * product.share
+            each = self.rates.product_seconds(rows, product.outputs, product.inputs, size=size)
+            if product.trained:
+                each += self.rates.product_seconds(product.inputs, rows, product.outputs, size=size)
+            seconds += product.copies * each
+        return _Busy(
+            seconds + 2.0 * self.attention(work) / ATTENTION_BACKWARD,
+            tokens * work.backward_bytes / self.rates.bandwidth,
+        )
+
+    def attention(self, work: BlockWork) -> float:
+        """Seconds of one block's attention forward: half of all pairs when causal and not masked."""
+        pairs = _attended(self.architecture, self.length) / 2.0
+        whole = self.plan.attention == "eager" or self.plan.packing
+        if whole:
+            pairs = self.length
+        slower = MASKED_ATTENTION if self.plan.packing and self.plan.attention != "eager" else 1.0
+        rate = slower * self.rates.attention_rate(self.length, self.architecture.head_dim)
+        if self.plan.attention == "eager":
+            rate = self.rates.dense * self.rates.reach
+        return self.tokens * work.attended * pairs / rate
+
+    def head(self) -> _Busy:
+        """Logits of the tokens that carry loss, and everything made of them."""
+        shape, size = self.architecture, float(self.formats.compute)
+        rows, width = self.tokens * self.trained_share, float(shape.hidden_size)
+        vocabulary = float(shape.vocab_size)
+        seconds = self.rates.product_seconds(rows, width, vocabulary, size=size)
+        seconds += self.rates.product_seconds(rows, vocabulary, width, size=size)
+        if self.trains_base or "head" in self.plan.saved_modules:
+            seconds += self.rates.product_seconds(width, rows, vocabulary, size=size)
+        held = self.program.logits[self.plan.loss]
+        moved = LOGIT_TRIPS * held if held else FUSED_LOGITS
+        if self.plan.compiled:
+            moved = min(moved, FUSED_LOGITS)
+        return _Busy(seconds, rows * vocabulary * moved / self.rates.bandwidth)
+
+    @property
+    def weight_traffic(self) -> float:
+        """Bytes per micro-batch that weights cause: unpacked from 4 bits in each pass, cast to 16 bits by autocast and
+        their gradients back, gradients of further micro-batches added."""
+        plan, size = self.plan, float(self.formats.compute)
+        blocks = sum(count * sum(product.weights for product in work.products) for count, work in self.kinds)
+        moved = 0.0
+        if plan.lora_rank and plan.weight_format in QUANTISED:
+            moved += (2.0 + self.recomputed) * blocks * (BYTES[plan.weight_format] + UNPACKED_BYTES)
+        if self.trains_base and plan.trained_format == "fp32" and size < 4:
+            share = 1.0 / plan.cards if self.shares_weights else 1.0
+            passes = 1.0 if self.program.caches_casts or self.shares_weights else 1.0 + self.recomputed
+            moved += (passes + 1.0) * (4.0 + size) * self.architecture.params * share
+        if self.passes > 1:
+            moved += 3.0 * self.gradient * self.trained / (plan.cards if self.shares_weights else 1)
+        return moved
+
+    @property
+    def gradient(self) -> float:
+        """Bytes of a trained parameter's gradient."""
+        own = self.program.adapter if self.plan.lora_rank else BYTES[self.plan.trained_format]
+        return own if self.program.gradient is None else self.program.gradient
+
+    @property
+    def launches(self) -> float:
+        """Seconds the host needs for all kernels of the step, and for the hooks of sharded units."""
+        forward = (
+            sum(count * (1.0 + self.recomputed) * work.forward_kernels for count, work in self.kinds)
+            + KERNELS_OUTSIDE / 3
+        )
+        backward = sum(count * work.backward_kernels for count, work in self.kinds) + KERNELS_OUTSIDE * 2 / 3
+        kernels = forward * self.rates.forward_launch + backward * self.rates.backward_launch
+        hooks = UNIT_SECONDS * sum(self.gathers) if self.shares_weights else 0.0
+        return self.passes * (kernels + hooks)
+
+    # --- the optimizer -----------------------------------------------------------------------------------------------
+
+    def optimizer(self) -> tuple[float, float]:
+        """(seconds of the step itself, seconds its numbers take over the link when the states live in RAM)."""
+        plan = self.plan
+        weight = self.program.adapter if plan.lora_rank else BYTES[plan.trained_format]
+        states = STATES[plan.optimizer] * STATE_BYTES[plan.optimizer_bits]
+        trips = FOREACH_TRIPS if self.program.step_temporary and plan.optimizer_bits >= 16 else 1.0
+        if plan.optimizer_tier != "device":
+            trips = 1.0  # such optimizers are kernels of their own
+        share = 1.0 / plan.cards if plan.sharding not in ("none", "ddp") else 1.0
+        numbers = self.trained * share
+        moved = trips * (2 * weight + self.gradient + 2 * states) + CLIPPING_GRADIENTS * self.gradient
+        bandwidth = self.rates.bandwidth if plan.optimizer_tier == "device" else self.rates.ram
+        on_link = 0.0
+        if plan.optimizer_tier != "device" and plan.weights_tier == "device" and not self.rates.on_cpu:
+            on_link = numbers * (self.gradient + weight) / self.rates.link
+        return numbers * moved / bandwidth, on_link
+
+    # --- links and disk ----------------------------------------------------------------------------------------------
+
+    @property
+    def gathers(self) -> tuple[float, float]:
+        """(collectives of a micro-batch with something in them, those of adapters that are units of their own)."""
+        layers = self.architecture.layers
+        small = 0.0
+        if self.plan.lora_rank and self.program.sharding.adapter_units:
+            adapted = len(self.formats.adapted)
+            # forward, recompute and backward each gather them; a block is gathered around the last two at once
+            small = layers * adapted * self.program.sharding.adapter_units * (2.0 + self.recomputed)
+        return 2.0 * layers, small
+
+    def exposed_link(self, working: float) -> float:
+        """Seconds of the step that links add to `working` ones."""
+        if self.streams:
+            return self._hidden(self.visits / self.rates.link, working) if self.plan.weights_tier == "host" else 0.0
+        exposed = 0.0
+        if self.plan.cards > 1:
+            exposed = self.exposed_collectives(working)
+        if self.plan.input_tier == "host":
+            inputs = 2.0 * self.plan.recompute * self.formats.residual * self.architecture.hidden_size * self.tokens
+            exposed += self._hidden(self.passes * inputs / self.rates.link, working)
+        return exposed
+
+    def exposed_collectives(self, working: float) -> float:
+        """Gathering weights, reducing gradients: in every micro-batch where weights are shared, else once a step."""
+        plan, others = self.plan, (self.plan.cards - 1) / self.plan.cards
+        gradients = self.trained * (float(self.formats.compute) if self.shares_weights else self.gradient)
+        if not self.shares_weights:
+            trips = {"ddp": 2.0, "zero1": 3.0, "zero2": 2.0}.get(plan.sharding, 0.0)
+            reduced = trips * others * gradients / self.rates.collective
+            return self._hidden(reduced, working / self.passes)
+        weights = self.gathered_bytes
+        gathered = (2.0 * weights + gradients) * others / self.rates.collective
+        if plan.weights_tier != "device":  # each card brings its share from RAM first, and hands its gradients back
+            gathered += (2.0 * weights + gradients) / plan.cards / self.rates.link
+        gathered += SMALL_COLLECTIVE_SECONDS * sum(self.gathers)
+        seconds = self.passes * gathered
+        if plan.lora_rank and self.program.sharding.adapter_units:
+            # Adapters' own small gathers are in the same queue, so that no block's is ever ahead of computing.
+            return seconds
+        return self._hidden(seconds, working, lost=COLLECTIVE_SHARE)
+
+    @property
+    def gathered_bytes(self) -> float:
+        """Bytes of all weights as they are gathered: quantised as stored, others as they are computed with."""
+        if self.plan.lora_rank and self.plan.weight_format in QUANTISED:
+            return weight_bytes(self.architecture, self.plan)
+        return float(self.formats.compute) * self.architecture.params
+
+    @property
+    def visits(self) -> float:
+        """Bytes a step brings to the device: every block that does not stay, forward and backward, whatever the number
+        of micro-batches; blocks that train send their gradients back at the same time, over the link's other half."""
+        stay = min(1.0, self.plan.resident_blocks / self.architecture.layers)
+        blocks = weight_bytes(self.architecture, self.plan) * (
+            1.0 - self.architecture.outside_params / self.architecture.params
+        )
+        return 2.0 * blocks * (1.0 - stay)
+
+    def exposed_disk(self, working: float) -> float:
+        """Seconds of the step that the disk adds: frozen blocks are read, what trains there is also written."""
+        plan, rates = self.plan, self.rates
+        read = self.visits if self.streams and plan.weights_tier == "disk" else 0.0
+        written = 0.0
+        if plan.optimizer_tier == "disk":
+            states = (
+                STATES[plan.optimizer] * STATE_BYTES[plan.optimizer_bits] + self.program.host_master
+            ) * self.trained
+            read, written = read + states, states
+        seconds = read / rates.disk_read + written / rates.disk_write
+        return self._hidden(seconds, working) if seconds else 0.0
+
+    def _hidden(self, moving: float, working: float, *, lost: float = 0.0) -> float:
+        """What `moving` adds to `working` when both run at once: the excess, the first block's or bucket's part that
+        nothing hides, and what computing loses of the rest."""
+        first = moving / self.architecture.layers
+        return max(first + lost * min(moving, working), moving - working + first)

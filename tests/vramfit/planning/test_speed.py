@@ -8,10 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from vramfit.hardware.catalogue import machine_with
-from vramfit.hardware.devices import Device
+from vramfit.hardware.devices import Device, power_share
 from vramfit.models import catalogue
 from vramfit.models.architecture import Architecture, from_config
-from vramfit.planning.plan import Plan, Workload
+from vramfit.planning.plan import Plan, SpeedEstimate, Workload
+from vramfit.planning.program import PROGRAMS
 from vramfit.planning.speed import estimate_speed, flops_per_token, padded_length
 
 TWO_CORES = Device(
@@ -123,3 +124,141 @@ def test_padding_grows_with_the_rows_of_a_micro_batch(plan: Callable[..., Plan])
     assert padded == sorted(padded)
     assert padded[2] < 120
     assert padded_length(plan(micro_batch=16, packing=True), workload) == 50
+
+
+def sharded(plan: Callable[..., Plan], **changes: object) -> Plan:
+    """QLoRA of a 70B on two cards."""
+    values: dict[str, object] = {
+        "method": "qlora",
+        "device": "cuda:0",
+        "compute": "bf16",
+        "weight_format": "nf4",
+        "lora_rank": 64,
+        "lora_targets": ("all-linear",),
+        "max_length": 2048,
+        "recompute": 80,
+        "cards": 2,
+        "sharding": "fsdp",
+        "loss": "full",
+    }
+    return plan(**{**values, **changes})
+
+
+LONG = Workload(sequences=100, mean_tokens=2048, longest_tokens=2048)
+
+
+@pytest.mark.parametrize(
+    ("name", "link", "watts", "measured"), [("4090", 25.5e9, 450, 476.7), ("3090", 6.4e9, 280, 177.8)]
+)
+def test_the_published_70b_on_two_cards_is_met(
+    plan: Callable[..., Plan], name: str, link: float, watts: float, measured: float
+) -> None:
+    """QLoRA with parameters in RAM; the 3090s have slow lanes and a power limit, says their owner."""
+    card = machine_with(name).devices[0]
+    slowed = power_share(watts, card.power_watts)
+    card = dataclasses.replace(
+        card, link_bandwidth=link, flops={dtype: slowed * rate for dtype, rate in card.flops.items()}
+    )
+    wish = sharded(plan, weights_tier="host", optimizer_tier="host")
+    program = PROGRAMS["answerai fsdp_qlora"]
+    speed = estimate_speed(model("meta-llama/Llama-2-70b-hf"), wish, card, LONG, program=program)
+
+    assert speed.tokens_per_s == pytest.approx(measured, rel=0.2)
+
+
+def test_two_cards_are_not_twice_as_fast_and_a_slow_link_shows(plan: Callable[..., Plan]) -> None:
+    llama, card = model("meta-llama/Meta-Llama-3-8B"), machine_with("RTX 4090").devices[0]
+    slow = dataclasses.replace(card, link_bandwidth=3e9)
+    wish = {"method": "full", "compute": "bf16", "trained_format": "fp32", "max_length": 2048, "recompute": 32}
+    one = estimate_speed(llama, plan(**wish), card, LONG)
+    two = estimate_speed(llama, plan(**wish, cards=2, sharding="fsdp"), card, LONG)
+    slowed = estimate_speed(llama, plan(**wish, cards=2, sharding="fsdp"), slow, LONG)
+
+    assert one.bounds["link"] == 0 < two.bounds["link"] < slowed.bounds["link"]
+    assert slowed.tokens_per_s < two.tokens_per_s < 2.4 * one.tokens_per_s
+    assert slowed.bound_by == "link"
+
+
+def test_streaming_is_bound_by_the_link_until_a_step_has_tokens_enough(plan: Callable[..., Plan]) -> None:
+    """A step brings every block twice, whatever its micro-batches: bytes / link seconds; and below it computes."""
+    llama, card = model("meta-llama/Llama-2-70b-hf"), machine_with("RTX 4090").devices[0]
+
+    def speed(length: int, **changes: object) -> SpeedEstimate:
+        wish = sharded(plan, cards=1, sharding="none", weights_tier="host", micro_batch=1, **changes)
+        work = dataclasses.replace(LONG, mean_tokens=length, longest_tokens=length)
+        return estimate_speed(llama, wish, card, work)
+
+    short, long, twice = speed(64), speed(2048), speed(2048, accumulation=2)
+    assert short.step_seconds == pytest.approx(2 * 35.6e9 / card.link_bandwidth, rel=0.1)
+    assert short.bound_by == "link"
+    assert long.bounds["link"] < 0.05 * long.step_seconds
+    assert twice.bounds["link"] == pytest.approx(long.bounds["link"])
+    assert twice.bounds["compute"] == pytest.approx(2 * long.bounds["compute"])
+    assert speed(64, resident_blocks=40).bounds["link"] < 0.6 * short.bounds["link"]
+
+
+def test_a_disk_is_slower_than_ram_and_named(plan: Callable[..., Plan]) -> None:
+    llama, card = model("meta-llama/Llama-2-70b-hf"), machine_with("RTX 4090").devices[0]
+    wish = sharded(plan, cards=1, sharding="none", weights_tier="disk", micro_batch=1)
+    speed = estimate_speed(llama, wish, card, LONG)
+
+    assert speed.bound_by == "disk"
+    assert speed.step_seconds > 2 * 35e9 / 3e9
+
+
+def test_states_in_ram_cost_their_way_and_the_hosts_step(plan: Callable[..., Plan]) -> None:
+    llama, card = model("Qwen/Qwen3-0.6B"), machine_with("RTX 4090").devices[0]
+    wish = {"method": "full", "compute": "bf16", "max_length": 2048}
+    there = estimate_speed(llama, plan(**wish), card, LONG)
+    in_ram = estimate_speed(llama, plan(**wish, optimizer_tier="host"), card, LONG)
+
+    assert in_ram.bounds["link"] == pytest.approx(8 * llama.params / card.link_bandwidth)
+    assert in_ram.bounds["optimizer"] > 10 * there.bounds["optimizer"]
+
+
+def test_small_models_wait_for_launches_and_compiling_helps(plan: Callable[..., Plan]) -> None:
+    card = machine_with("H100").devices[0]
+    short = Workload(sequences=100, mean_tokens=64, longest_tokens=64)
+    wish = {"method": "full", "compute": "bf16", "max_length": 64}
+    eager = estimate_speed(model("HuggingFaceTB/SmolLM2-135M"), plan(**wish), card, short)
+    compiled = estimate_speed(model("HuggingFaceTB/SmolLM2-135M"), plan(**wish, compiled=True), card, short)
+
+    assert eager.bound_by == "launch"
+    assert compiled.step_seconds < 0.7 * eager.step_seconds
+
+
+def test_a_quantised_base_is_unpacked_in_every_pass(plan: Callable[..., Plan]) -> None:
+    """Bits read, 2 bytes written and scales, per weight and pass; three passes with recompute."""
+    llama, card = model("meta-llama/Meta-Llama-3-8B"), machine_with("RTX 4090").devices[0]
+    wish = {"method": "lora", "compute": "bf16", "lora_rank": 8, "lora_targets": ("q_proj",), "recompute": 32}
+    plain = estimate_speed(llama, plan(**wish, weight_format="bf16"), card, LONG)
+    packed = estimate_speed(llama, plan(**wish, weight_format="nf4"), card, LONG)
+
+    weights = sum(linear.weights for layer in range(32) for linear in llama.linears(layer))
+    added = 3 * weights * 2.6 / (0.85 * card.memory_bandwidth)
+    assert packed.step_seconds - plain.step_seconds == pytest.approx(added, rel=0.05)
+
+
+def test_utilisation_leaves_recompute_out_and_energy_is_watts_times_seconds(plan: Callable[..., Plan]) -> None:
+    llama, card = model("meta-llama/Meta-Llama-3-8B"), machine_with("RTX 4090").devices[0]
+    wish = {"method": "full", "compute": "bf16", "trained_format": "bf16", "max_length": 2048}
+    kept, again = (estimate_speed(llama, plan(**wish, recompute=blocks), card, LONG) for blocks in (0, 32))
+
+    for speed, blocks in ((kept, 0), (again, 32)):
+        useful = flops_per_token(llama, plan(**wish), length=2048) * 2 * 2048
+        assert speed.mfu == pytest.approx(useful / speed.step_seconds / card.flops["bf16"]), blocks
+    assert kept.step_joules == 450 * kept.step_seconds
+    assert kept.steps_per_s == 1 / kept.step_seconds
+
+
+def test_selective_recompute_costs_half_the_products(plan: Callable[..., Plan]) -> None:
+    llama, card = model("meta-llama/Meta-Llama-3-8B"), machine_with("RTX 4090").devices[0]
+    wish = {"method": "full", "compute": "bf16", "trained_format": "bf16", "max_length": 2048}
+    kept, some, again = (
+        estimate_speed(llama, plan(**wish, **how), card, LONG)
+        for how in ({}, {"recompute": 32, "selective": True}, {"recompute": 32})
+    )
+
+    assert kept.step_seconds < some.step_seconds < again.step_seconds
+    products = again.bounds["compute"] - kept.bounds["compute"]
+    assert 0.4 < (some.bounds["compute"] - kept.bounds["compute"]) / products < 0.5
