@@ -16,6 +16,7 @@ from vramfit.data.sources import HEAD_BYTES, Scan
 _JSON_ARRAY: Final = re.compile(r'\s*\[\s*([\[{"\]]|-?\d|true\b|false\b|null\b)')
 _JSON_OBJECT: Final = re.compile(r"\s*\{\s*(\"|'|\})")
 _DELIMITERS: Final = (",", "\t", ";", "|")
+_NAMED_DELIMITER: Final = re.compile(r'"?sep=([^\w\s"]|\t)"?\r?\n', re.IGNORECASE)  # the first line spreadsheets write
 _LONG_LINE_CHARS: Final = 400
 _CSV_SAMPLE_ROWS: Final = 200
 SPLITS: Final = ("whole", "blank lines", "lines")
@@ -44,12 +45,18 @@ def layout_of(
         return Layout(format="jsonl" if _is_lists(head) else "json", **shared)  # type: ignore[arg-type]
     if _JSON_OBJECT.match(head):
         return Layout(format="jsonl" if _is_lines(head, scan) else "json", **shared)  # type: ignore[arg-type]
+    # What is named JSON and does not begin like it is JSON Lines with bad rows, and no text to be learned.
+    named_json = split == "auto" and _suffix(scan.path.name) in ("json", "jsonl", "ndjson")
+    if named_json and re.search(r"^\s*[{\[]", head, re.MULTILINE):
+        return Layout(format="jsonl", **shared)  # type: ignore[arg-type]
     complete = scan.unpacked_bytes <= HEAD_BYTES
     delimiter = _delimiter(head, scan.path.name, complete=complete)
     # Who says where documents are split says that it is text, unless the file is named a table.
     if delimiter is not None and (split == "auto" or _is_named_table(scan.path.name)):
         kind: Literal["csv", "tsv"] = "tsv" if delimiter == "\t" else "csv"
         return Layout(format=kind, delimiter=delimiter, **shared)  # type: ignore[arg-type]
+    if named_json:
+        return Layout(format="jsonl", **shared)  # type: ignore[arg-type]
     if split not in SPLITS and split != "auto":
         return Layout(format="text", split="marks", mark=split, **shared)  # type: ignore[arg-type]
     chosen = _text_split(head) if split == "auto" else split
@@ -94,6 +101,8 @@ def _delimiter(head: str, name: str, *, complete: bool) -> str | None:
     A table has the same number of fields in (nearly) every record and a header of short, different names. The ending
     .csv or .tsv decides only what the content leaves open, such as a table of one column.
     """
+    if (said := _NAMED_DELIMITER.match(head)) is not None:
+        return said.group(1)
     is_named = _is_named_table(name)
     for delimiter in _DELIMITERS:
         records = _sample_records(head, delimiter, complete=complete)
@@ -131,7 +140,8 @@ def _sample_records(head: str, delimiter: str, *, complete: bool) -> list[list[s
 
 
 def _is_header(names: list[str], *, strict: bool) -> bool:
-    if len(names) < 2 or len(set(names)) != len(names) or not all(name.strip() for name in names):
+    named = [name for name in names if name.strip()]
+    if len(named) < 2 or len(set(named)) != len(named) or (strict and len(named) < len(names)):
         return False
     longest = max(map(len, names))
     # ", " inside a first line is prose; names of columns are single words or short phrases.

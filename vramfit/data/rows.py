@@ -80,6 +80,10 @@ class Layout:
     note: Callable[[str], None] = _to_nobody
 
 
+class Bytes(dict[str, Any]):
+    """Bytes that are no text, such as a picture's: a value like any other until a row is to be learned from it."""
+
+
 class _Unreadable(ValueError):
     """Inside a JSON decode: what is wrong with a value that is valid JSON by syntax."""
 
@@ -111,6 +115,10 @@ _DECODER: Final = json.JSONDecoder(
     object_pairs_hook=_object, parse_int=NumberText, parse_float=NumberText, parse_constant=_constant
 )
 _scan_once: Final[Callable[[str, int], tuple[Any, int]]] = _DECODER.scan_once  # type: ignore[attr-defined]
+
+
+# Finds where a value ends that _DECODER refuses.
+_ANYTHING: Final = json.JSONDecoder(parse_int=NumberText, parse_float=NumberText)
 
 
 def _short(text: object, limit: int = 40) -> str:
@@ -269,7 +277,8 @@ def _row_or_bad(path: Path, number: int, value: Any) -> Row | BadRow:
 
 
 class _JsonFile:
-    """A JSON array of objects, or an object that holds one, read through a moving window of text.
+    """A JSON array of objects, an object that holds one, or objects one after another (pretty-printed rows), read
+    through a moving window of text.
 
     A value that the window cuts off is read again with twice the text, so the work stays linear in the file's size and
     memory bounded by the longest row.
@@ -288,7 +297,8 @@ class _JsonFile:
         if first == "[":
             yield from self._array()
         elif first == "{":
-            yield from self._object()
+            while self._peek() == "{":
+                yield from self._object()
         else:
             raise self._error("a JSON file begins with [ or {")
         if self._peek():
@@ -388,7 +398,7 @@ class _JsonFile:
         self._peek()
         while True:
             try:
-                value, end = _DECODER.raw_decode(self._buffer, self._at)
+                value, end = self._decoded()
             except json.JSONDecodeError as error:
                 if self._may_be_cut(error) and self._fill():
                     continue
@@ -397,16 +407,23 @@ class _JsonFile:
                 raise self._error(_json_reason(error), error.pos) from None
             except RecursionError:
                 raise self._error(f"values are nested more than {MAX_DEPTH} deep") from None
-            except _Unreadable as error:
-                raise self._error(f"in the row that begins here, {error}") from None
             if end == len(self._buffer) and not isinstance(value, (dict, list)) and self._fill():
                 continue  # a number may go on in the text that was not read yet
             return self._checked(value, end)
+
+    def _decoded(self) -> tuple[Any, int]:
+        """The value that begins here and where it ends. One that is valid by syntax alone is an _Unreadable."""
+        try:
+            return _DECODER.raw_decode(self._buffer, self._at)
+        except _Unreadable as error:
+            return error, _ANYTHING.raw_decode(self._buffer, self._at)[1]
 
     def _checked(self, value: Any, end: int) -> Any:
         start, self._at = self._at, end
         self._count_to(start)
         line = self._line
+        if isinstance(value, _Unreadable):
+            return BadRow(self._path, line, self._column, str(value))
         source = self._buffer[start:end]
         if len(source) >= MAX_ROW_CHARS:
             reason = f"the value is longer than {MAX_ROW_CHARS // 2**20} million characters"
@@ -454,7 +471,10 @@ class _JsonFile:
 
 _SPACES: Final = re.compile(r"[ \t\r\n]*")
 _FIRST_KEY: Final = re.compile(r'\[\s*(?:\{\s*"([^"\\]*)"|[^\s{]|\{\s*[^\s"]|\{\s*"[^"\\]*\\)')
-_INNER_LISTS: Final = ("messages", "conversations", "conversation", "dialogue", "dialog", "turns", "chat", "tools")
+_INNER_LISTS: Final = (
+    *("messages", "conversations", "conversation", "dialogue", "dialog", "turns", "chat", "tools", "functions"),
+    *("prompt", "completion", "chosen", "rejected"),
+)
 _INNER_KEYS: Final = ("role", "from", "content", "value", "type", "function", "name", "loss_weight", "weight")
 
 
@@ -476,7 +496,7 @@ def _csv_rows(path: Path, stream: IO[str], layout: Layout) -> Iterator[Row | Bad
                 raise DataError(
                     "a quotation mark opens here and never closes", "Close it, or double it.", path=path, line=line
                 ) from None
-            yield BadRow(path, line, None, str(error).replace("'", "").replace('"', "a quotation mark "))
+            yield BadRow(path, line, None, _csv_reason(error))
             continue
         if fields is None:
             return
@@ -486,20 +506,39 @@ def _csv_rows(path: Path, stream: IO[str], layout: Layout) -> Iterator[Row | Bad
 
 def _csv_header(path: Path, reader: Any) -> list[str]:
     try:
-        header: list[str] = next((fields for fields in reader if fields), [])
+        header: list[str] = next((fields for fields in reader if fields and not _names_delimiter(fields)), [])
     except csv.Error as error:
-        raise DataError(f"the header cannot be read: {error}", "Correct line 1.", path=path, line=1) from None
-    if len(header) > MAX_COLUMNS:
         raise DataError(
-            f"the header names {len(header):,} columns, more than {MAX_COLUMNS:,}",
+            f"the header cannot be read: {_csv_reason(error)}", "Correct line 1.", path=path, line=1
+        ) from None
+    if sum(not name.strip() for name in header) > 1:  # spreadsheets write empty columns, too
+        header = [name if name.strip() else f"column {place}" for place, name in enumerate(header, start=1)]
+    _check_columns(path, header)
+    return header
+
+
+def _names_delimiter(fields: list[str]) -> bool:
+    """Whether a record is the line "sep=;" that spreadsheets put before the header."""
+    return fields[0].lower().startswith("sep=") and len("".join(fields)) <= len("sep=;")
+
+
+def _csv_reason(error: csv.Error) -> str:
+    if "expected after" in str(error):
+        return "after a closing quotation mark the field goes on (a mark inside a field is to be doubled)"
+    return str(error)
+
+
+def _check_columns(path: Path, names: list[str]) -> None:
+    if len(names) > MAX_COLUMNS:
+        raise DataError(
+            f"the header names {len(names):,} columns, more than {MAX_COLUMNS:,}",
             "Keep the columns that are to be learned.",
             path=path,
             line=1,
         )
-    double = _first_double(header)
+    double = _first_double(names)
     if double is not None:
         raise DataError(f"the header names the column {_short(double)} twice", "Rename one of them.", path=path, line=1)
-    return header
 
 
 def _csv_row(path: Path, line: int, header: list[str], fields: list[str], layout: Layout) -> Row | BadRow:
@@ -517,7 +556,9 @@ def _parquet_rows(path: Path, stream: IO[bytes]) -> Iterator[Row | BadRow]:
     try:
         with _seekable(stream) as file:
             number = 0
-            for batch in parquet.ParquetFile(file).iter_batches(batch_size=1000):
+            table = parquet.ParquetFile(file)
+            _check_columns(path, table.schema_arrow.names)
+            for batch in table.iter_batches(batch_size=1000):
                 columns = {name: _column_values(arrow, batch.column(name)) for name in batch.schema.names}
                 for index in range(batch.num_rows):
                     number += 1
@@ -551,29 +592,49 @@ def _seekable(stream: IO[bytes]) -> Iterator[IO[bytes]]:
 
 
 def _column_values(arrow: Any, column: Any) -> list[Any]:
-    """A column as Python values; dates and times through Arrow's own text, which needs no pandas for nanoseconds."""
+    """A column as Python values, damaged text as the error it gives; dates and times through Arrow's own text, which
+    needs no pandas for nanoseconds."""
+    import numpy as np  # here, because it takes longer to load than all the rest, and only this needs it
+
     kind = column.type
     if arrow.types.is_temporal(kind):
         column = column.cast(arrow.string())
     elif arrow.types.is_dictionary(kind):
-        column = column.dictionary_decode()
-    return list(column.to_pylist())
+        return _column_values(arrow, column.dictionary_decode())
+    elif arrow.types.is_float32(kind):
+        return [None if value is None else np.float32(value) for value in column.to_pylist()]  # 0.1 is to be written so
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        return [_one_value(value) for value in column]
+
+
+def _one_value(value: Any) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError as error:
+        return error
 
 
 def _parquet_row(path: Path, number: int, values: dict[str, Any]) -> Row | BadRow:
-    try:
-        return Row({name: _as_text(value) for name, value in values.items()}, path, number)
-    except UnicodeDecodeError:
-        return BadRow(path, number, None, "a column holds bytes that are not UTF-8 text")
+    damaged = next((name for name, value in values.items() if isinstance(value, UnicodeDecodeError)), None)
+    if damaged is not None:
+        return BadRow(path, number, None, f"the column {_short(damaged)} holds text that is not UTF-8")
+    return Row({name: _as_text(value) for name, value in values.items()}, path, number)
 
 
 def _as_text(value: Any) -> Any:
     if isinstance(value, (str, bool)) or value is None:
         return value
     if isinstance(value, bytes):
-        return value.decode("utf-8")
-    if isinstance(value, list):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            return Bytes(bytes=f"{len(value):,}")
+    if isinstance(value, (list, tuple)):  # tuples are the entries of a map
         return [_as_text(item) for item in value]
+    if value != value:  # NaN is how tables write that there is no value
+        return None
     if isinstance(value, dict):
         return {str(key): _as_text(item) for key, item in value.items()}
     return NumberText(value)

@@ -30,6 +30,8 @@ MAX_GZIP_RATIO: Final = 300  # JSON of one repeated row packs about 200 to 1; a 
 UNSUSPECTED_BYTES: Final = 64 * 1024 * 1024  # a small file may pack well: a bomb of this size does no harm
 FOLDER_SUFFIXES: Final = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt")
 MAX_FOLDER_FILES: Final = 10_000
+NO_ROWS: Final = ("readme", "license", "licence", "copying", "notice", "changelog", "requirements")
+"""Text files that lie beside the data of a folder and are none, by their names without ending."""
 
 _NOT_DATA: Final[tuple[tuple[bytes, str], ...]] = (
     (b"\x7fELF", "a program (ELF)"),
@@ -106,10 +108,15 @@ def find_files(paths: tuple[Path, ...]) -> tuple[list[Path], list[str]]:
         else:
             _check_exists(path)
             files.append(path)
-    unique = list(dict.fromkeys(files))
+    unique: dict[Path, Path] = {}
+    for path in files:
+        place = path.resolve()
+        if place in unique:
+            notes.append(f"{path.name} was given more than once and is read once.")
+        unique.setdefault(place, path)
     if not unique:
         raise DataError("No data file was given", "Name a file or a folder that holds some.")
-    return unique, notes
+    return list(unique.values()), list(dict.fromkeys(notes))
 
 
 def _check_exists(path: Path) -> None:
@@ -168,7 +175,8 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _is_data_name(name: str) -> bool:
-    return name.lower().removesuffix(".gz").endswith(FOLDER_SUFFIXES)
+    stem, _, suffix = name.lower().removesuffix(".gz").rpartition(".")
+    return f".{suffix}" in FOLDER_SUFFIXES and not (suffix == "txt" and stem in NO_ROWS)
 
 
 def _reason(error: Exception) -> str:

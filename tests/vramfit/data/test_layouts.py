@@ -50,6 +50,32 @@ def test_the_name_decides_only_what_the_content_leaves_open(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        '// a comment\n[{"a": 1}]',
+        '# a comment\n{"a": 1}\n',
+        '"a": "b","c": "d"}\n{"a": "b","c": "d"}\n',
+        "just prose\n",
+    ],
+)
+def test_what_is_named_json_and_is_none_is_never_learned_as_text(tmp_path: Path, text: str) -> None:
+    for name in ("a.json", "a.jsonl", "a.ndjson"):
+        assert layout(tmp_path, text, name)[0] == "jsonl"
+    assert layout(tmp_path, "question,answer\nwhy,so\n", "a.json") == ("csv", ",")
+
+
+def test_a_first_line_may_name_the_delimiter(tmp_path: Path) -> None:
+    assert layout(tmp_path, "sep=;\r\nquestion;answer\r\nwhy, oh why;so\r\n", "a.csv") == ("csv", ";")
+    assert layout(tmp_path, "sep=\t\nquestion\tanswer\nwhy\tso\n", "a.csv") == ("tsv", "\t")
+    assert layout(tmp_path, "sep=^\nquestion^answer\nwhy^so\n", "a.txt") == ("csv", "^")
+
+
+def test_columns_without_a_name_are_no_reason_to_take_another_delimiter(tmp_path: Path) -> None:
+    assert layout(tmp_path, ";question;answer\n0;why, oh why;so\n1;how;thus\n", "a.csv") == ("csv", ";")
+    assert layout(tmp_path, "question;answer;;\nwhy;so;;\n", "a.csv") == ("csv", ";")
+
+
+@pytest.mark.parametrize(
     ("text", "split"),
     [
         ("one\ntwo\n", "whole"),

@@ -122,6 +122,28 @@ def test_a_folder_gives_its_data_files_in_order(tmp_path: Path) -> None:
     assert any("link to a place outside" in note for note in notes)
 
 
+def test_one_file_under_two_names_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inner").mkdir()
+    path = write(tmp_path, b"{}", "a.jsonl")
+    monkeypatch.chdir(tmp_path)
+    named = (path, path, Path("a.jsonl"), tmp_path / "inner" / ".." / "a.jsonl", tmp_path)
+    assert find_files(named) == ([path], ["a.jsonl was given more than once and is read once."])
+    try:
+        (tmp_path / "other.jsonl").symlink_to(path)
+    except OSError:
+        pytest.skip("this system does not allow links")
+    assert find_files((path, tmp_path / "other.jsonl"))[0] == [path]
+
+
+def test_what_lies_beside_the_data_of_a_folder_is_left_out(tmp_path: Path) -> None:
+    for name in ("train.txt", "README.txt", "LICENSE.txt", "requirements.txt", "readme.jsonl"):
+        write(tmp_path, b"text", name)
+    files, notes = find_files((tmp_path,))
+    assert [path.name for path in files] == ["readme.jsonl", "train.txt"]
+    assert "LICENSE.txt, README.txt, requirements.txt" in notes[0]
+    assert find_files((tmp_path / "README.txt",))[0] == [tmp_path / "README.txt"]  # who names it wants it
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 1000])
 def test_utf8_cut_by_a_chunk_is_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr("vramfit.data.sources.CHUNK_BYTES", chunk)
