@@ -110,10 +110,14 @@ def collate(examples: Sequence[Example], pad_id: int, *, pad_to_multiple: int = 
     labels = np.full(shape, IGNORED, dtype=np.int64)
     packed = any(example.parts for example in examples)
     positions = np.zeros(shape, dtype=np.int64) if packed else None
+    weighted = any(example.weights is not None for example in examples)
+    weights = np.zeros(shape, dtype=np.float32) if weighted else None
     for index, example in enumerate(examples):
         length = len(example)
         ids[index, :length] = example.input_ids
         labels[index, :length] = np.where(_predicted(example), example.input_ids, IGNORED)
+        if weights is not None:
+            weights[index, :length] = example.token_weights()
         if positions is not None:
             # Padding keeps position 0: every padding token is then a document of its own, attended to by no other.
             positions[index, :length] = np.concatenate([np.arange(part) for part in example.parts or (length,)])
@@ -124,6 +128,7 @@ def collate(examples: Sequence[Example], pad_id: int, *, pad_to_multiple: int = 
         position_ids=None if positions is None else torch.from_numpy(positions),
         rows=tuple(example.row for example in examples),
         trained_tokens=int((labels != IGNORED).sum()),
+        weights=None if weights is None else torch.from_numpy(weights),
     )
 
 

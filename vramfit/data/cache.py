@@ -23,6 +23,9 @@ from vramfit.data.conversations import Example
 
 KEPT_ENTRIES: Final = 20
 _FOLDER: Final = "tokenised"
+_ARRAYS: Final = (
+    "input_ids", "trained", "lengths", "rows", "part_counts", "parts", "part_rows", "weighted", "weights",
+)  # fmt: skip
 
 
 def cache_key(parts: dict[str, Any]) -> str:
@@ -78,8 +81,10 @@ def store(folder: Path, key: str, groups: Sequence[Sequence[Example]], facts: di
 
 
 def _arrays(examples: Sequence[Example]) -> dict[str, np.ndarray[Any, Any]]:
-    """Tokens end to end, and per example: tokens, row, and how many parts it has; parts and their rows end to end."""
+    """Tokens end to end, and per example: tokens, row, how many parts it has, and whether it has weights; parts and
+    their rows end to end, and the weights of those that have them."""
     empty = np.zeros(0, dtype=np.int32)
+    weights = [example.weights for example in examples if example.weights is not None]
     return {
         "input_ids": np.concatenate([empty, *(example.input_ids for example in examples)]),
         "trained": np.concatenate([empty.astype(np.bool_), *(example.trained for example in examples)]),
@@ -88,6 +93,8 @@ def _arrays(examples: Sequence[Example]) -> dict[str, np.ndarray[Any, Any]]:
         "part_counts": np.array([len(example.parts) for example in examples], dtype=np.int64),
         "parts": np.array([part for example in examples for part in example.parts], dtype=np.int64),
         "part_rows": np.array([row for example in examples for row in example.rows], dtype=np.int64),
+        "weighted": np.array([example.weights is not None for example in examples], dtype=np.bool_),
+        "weights": np.concatenate([empty.astype(np.float32), *weights]),
     }
 
 
@@ -97,8 +104,7 @@ def load(folder: Path, key: str) -> tuple[list[list[Example]], dict[str, Any]] |
     entry = folder / _FOLDER / key
     try:
         values = json.loads((entry / "facts.json").read_text(encoding="utf-8"))
-        names = ("input_ids", "trained", "lengths", "rows", "part_counts", "parts", "part_rows")
-        arrays = {name: np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
+        arrays = {name: np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS}
         groups = _grouped(_examples({name: np.asarray(array) for name, array in arrays.items()}), values["groups"])
         os.utime(entry)
     except (OSError, ValueError, KeyError, TypeError, EOFError):
@@ -110,20 +116,25 @@ def _examples(arrays: dict[str, np.ndarray[Any, Any]]) -> list[Example]:
     """Raises ValueError when the arrays do not fit each other."""
     ends = np.cumsum(arrays["lengths"])
     part_ends = np.cumsum(arrays["part_counts"])
+    weight_ends = np.cumsum(arrays["lengths"] * arrays["weighted"])
     total = int(ends[-1]) if len(ends) else 0
     parts_total = int(part_ends[-1]) if len(part_ends) else 0
-    if not total == len(arrays["input_ids"]) == len(arrays["trained"]) or parts_total != len(arrays["parts"]):
+    weights_total = int(weight_ends[-1]) if len(weight_ends) else 0
+    fitting = total == len(arrays["input_ids"]) == len(arrays["trained"]) and weights_total == len(arrays["weights"])
+    if not fitting or parts_total != len(arrays["parts"]):
         raise ValueError("the arrays of the cache entry do not fit each other")
     part_lists, row_lists = arrays["parts"].tolist(), arrays["part_rows"].tolist()
-    ids, trained = arrays["input_ids"], arrays["trained"]
+    ids, trained, weights = arrays["input_ids"], arrays["trained"], arrays["weights"]
     examples = []
-    for row, end, length, part_end, count in zip(
+    for row, end, length, part_end, count, weighted, weight_end in zip(
         arrays["rows"].tolist(), ends.tolist(), arrays["lengths"].tolist(), part_ends.tolist(),
-        arrays["part_counts"].tolist(), strict=True,
+        arrays["part_counts"].tolist(), arrays["weighted"].tolist(), weight_ends.tolist(), strict=True,
     ):  # fmt: skip
         places = slice(part_end - count, part_end)
         tokens = slice(end - length, end)
-        examples.append(Example(ids[tokens], trained[tokens], row, tuple(part_lists[places]), tuple(row_lists[places])))
+        shares = weights[weight_end - length : weight_end] if weighted else None
+        parts, rows = tuple(part_lists[places]), tuple(row_lists[places])
+        examples.append(Example(ids[tokens], trained[tokens], row, parts, rows, shares))
     return examples
 
 

@@ -7,6 +7,7 @@ even when it is also the padding token; BOS is never doubled; a document ends in
 from __future__ import annotations
 
 import json
+import math
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from vramfit.data.template import Rendered, Template, default_template
 TrainedOn = Literal["auto", "everything", "assistant", "last"]
 IntArray = NDArray[np.int32]
 BoolArray = NDArray[np.bool_]
+FloatArray = NDArray[np.float32]
 
 MAX_TEXT_CHARS: Final = 2**31 - 1
 
@@ -36,7 +38,8 @@ class Example:
     """One training sequence. `input_ids` int32 [n] and `trained` bool [n]: which tokens are to be predicted.
 
     The first token of a sequence has nothing before it and is never trained. `row` counts usable rows from 0. A packed
-    sequence has `parts`, the lengths of its documents, and `rows`, the row of each; otherwise both are ().
+    sequence has `parts`, the lengths of its documents, and `rows`, the row of each; otherwise both are (). `weights`
+    float32 [n] are the tokens' shares in the loss, 0 where they are not trained; None: all trained ones have 1.
     """
 
     input_ids: IntArray
@@ -44,6 +47,7 @@ class Example:
     row: int
     parts: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()
+    weights: FloatArray | None = None
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -51,6 +55,9 @@ class Example:
     @property
     def trained_tokens(self) -> int:
         return int(self.trained.sum())
+
+    def token_weights(self) -> FloatArray:
+        return self.trained.astype(np.float32) if self.weights is None else self.weights
 
 
 class Encoder:
@@ -67,6 +74,7 @@ class Encoder:
         self._last_only = trained_on == "last"
         self.used_default = False
         self.facts: Counter[str] = Counter()
+        self._weighted_rows, self._weights = 0, (math.inf, 0.0)
         self._template = self._make_template() if conversations else None
         self._bos, self._eos = _bos_in_front(tokenizer), tokenizer.eos_token_id
         self._backend = tokenizer.backend_tokenizer if getattr(tokenizer, "is_fast", False) else None
@@ -88,6 +96,12 @@ class Encoder:
             found.append("The tokenizer has no end token, so the model cannot learn where to stop.")
         if self._template is not None:
             found += [f"In {count:,} rows {change}." for change, count in self._template.changes.most_common()]
+        if self._weighted_rows:
+            least, most = self._weights
+            found.append(
+                f"Answers in {self._weighted_rows:,} rows have weights from {least:g} to {most:g}; "
+                "a step's loss is their weighted mean."
+            )
         return found + [f"{count:,} {fact}." for fact, count in self.facts.most_common()]
 
     def encode(self, contents: Sequence[tuple[int, Content]]) -> list[Example | Dropped]:
@@ -128,6 +142,11 @@ class Encoder:
             return Dropped(f"the model's chat template refuses it: {item}")
         if not item.ends_with_answer:
             self.facts["conversations do not end with the assistant; what follows its last turn is not learned"] += 1
+        if item.weights and self._everything:
+            self.facts["conversations give weights to answers, which are not used where everything is learned"] += 1
+        elif item.weights:
+            self._weighted_rows += 1
+            self._weights = min(self._weights[0], *item.weights), max(self._weights[1], *item.weights)
         return item
 
     def _document(self, row: int, ids: IntArray) -> Example:
@@ -140,16 +159,21 @@ class Encoder:
             ids = np.append(ids, np.int32(self._eos))
         return _example(ids, np.ones(len(ids), dtype=np.bool_), row)
 
-    def _conversation(self, row: int, item: Rendered, ids: IntArray, trained: BoolArray) -> Example:
+    def _conversation(
+        self, row: int, item: Rendered, ids: IntArray, trained: BoolArray, weights: FloatArray | None
+    ) -> Example:
         if self._everything:
-            trained = np.ones(len(ids), dtype=np.bool_)
+            trained, weights = np.ones(len(ids), dtype=np.bool_), None
         bos = self.tokenizer.bos_token_id
         if len(ids) > 1 and bos is not None and ids[0] == ids[1] == bos:
             ids, trained = ids[1:], trained[1:]
+            weights = None if weights is None else weights[1:]
         if item.ends_with_answer and self._eos is not None and not self._is_closed(ids, trained):
             ids = np.append(ids, np.int32(self._eos))
-            trained = np.append(trained, bool(item.spans) or self._everything)
-        return _example(ids, trained, row)
+            trained = np.append(trained, item.learns_end or self._everything)
+            if weights is not None:
+                weights = np.append(weights, np.float32(item.weights[-1] * item.learns_end))
+        return _example(ids, trained, row, weights)
 
     def _is_closed(self, ids: IntArray, trained: BoolArray) -> bool:
         """Whether the last answer's last token, or for a turn without loss the last token, is one that ends."""
@@ -166,34 +190,45 @@ class Encoder:
         batch = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(item.ids, dtype=np.int32) for item in batch]
 
-    def _masked(self, items: list[Rendered]) -> list[tuple[IntArray, BoolArray]]:
-        """Token ids and which of them lie in the spans, by character offsets."""
+    def _masked(self, items: list[Rendered]) -> list[tuple[IntArray, BoolArray, FloatArray | None]]:
+        """Token ids, which of them lie in the spans, by character offsets, and their weights where there are any."""
         if not items:
             return []
         if self._backend is None:
             return [self._piecewise(item) for item in items]
         batch = self._backend.encode_batch([item.text for item in items], add_special_tokens=False)
         return [
-            (np.array(found.ids, dtype=np.int32), self._trained(found, item))
+            (np.array(found.ids, dtype=np.int32), *self._trained(found, item))
             for found, item in zip(batch, items, strict=True)
         ]
 
-    def _trained(self, found: Any, item: Rendered) -> BoolArray:
-        if self._in_order is not None and self._in_order(item.text):
-            trained = edges_in_spans(found, item.spans)
+    def _trained(self, found: Any, item: Rendered) -> tuple[BoolArray, FloatArray | None]:
+        if not item.weights:
+            return self._in_spans(found, item.text, item.spans), None
+        weights = np.zeros(len(found), dtype=np.float32)
+        for weight in sorted(set(item.weights)):
+            spans = [span for span, own in zip(item.spans, item.weights, strict=True) if own == weight]
+            weights[self._in_spans(found, item.text, spans)] = weight
+        return weights > 0, weights
+
+    def _in_spans(self, found: Any, text: str, spans: Sequence[tuple[int, int]]) -> BoolArray:
+        if self._in_order is not None and self._in_order(text):
+            trained = edges_in_spans(found, spans)
             if trained is not None:
                 return trained
-        return tokens_in_spans(np.array(found.offsets, dtype=np.int64), item.spans)
+        return tokens_in_spans(np.array(found.offsets, dtype=np.int64), spans)
 
     def _slow(self, text: str) -> IntArray:
         return np.array(self.tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
-    def _piecewise(self, item: Rendered) -> tuple[IntArray, BoolArray]:
+    def _piecewise(self, item: Rendered) -> tuple[IntArray, BoolArray, FloatArray | None]:
         """For tokenizers without offsets: what is learned and what is not are encoded piece by piece."""
         cuts = [0, *(edge for span in item.spans for edge in span), len(item.text)]
         pieces = [self._slow(item.text[a:b]) for a, b in pairwise(cuts)]
-        masks = [np.full(len(piece), number % 2 == 1) for number, piece in enumerate(pieces)]
-        return np.concatenate(pieces), np.concatenate(masks)
+        shares = np.zeros(len(pieces), dtype=np.float32)
+        shares[1::2] = item.weights or 1
+        weights = np.repeat(shares, [len(piece) for piece in pieces])
+        return np.concatenate(pieces), weights > 0, weights if item.weights else None
 
 
 def _remove_limits(backend: Any) -> None:
@@ -204,11 +239,11 @@ def _remove_limits(backend: Any) -> None:
         backend.no_padding()
 
 
-def _example(ids: IntArray, trained: BoolArray, row: int) -> Example:
+def _example(ids: IntArray, trained: BoolArray, row: int, weights: FloatArray | None = None) -> Example:
     if len(trained):
         trained = trained.copy()
         trained[0] = False
-    return Example(ids, trained, row)
+    return Example(ids, trained, row, weights=None if weights is None else weights * trained)
 
 
 def _bos_in_front(tokenizer: Any) -> int | None:

@@ -72,10 +72,12 @@ class _RoomIndex:
 def _joined(examples: list[Example]) -> Example:
     if len(examples) == 1:
         return examples[0]
+    weighted = any(example.weights is not None for example in examples)
     return Example(
         np.concatenate([example.input_ids for example in examples]),
         np.concatenate([example.trained for example in examples]),
         examples[0].row,
         tuple(len(example) for example in examples),
         tuple(example.row for example in examples),
+        np.concatenate([example.token_weights() for example in examples]) if weighted else None,
     )

@@ -444,7 +444,8 @@ def _pieces(example: Example, size: int) -> list[Example]:
     for at in range(0, len(example), size):
         trained = example.trained[at : at + size].copy()
         trained[0] = False
-        pieces.append(Example(example.input_ids[at : at + size], trained, example.row))
+        weights = None if example.weights is None else example.weights[at : at + size] * trained
+        pieces.append(Example(example.input_ids[at : at + size], trained, example.row, weights=weights))
     return pieces
 
 
@@ -456,5 +457,7 @@ def _fingerprint(train: list[Example], held_out: list[Example]) -> str:
             digest.update(len(example).to_bytes(8, "little"))
             digest.update(example.input_ids.tobytes())
             digest.update(example.trained.tobytes())
+            if example.weights is not None:
+                digest.update(example.weights.tobytes())
             digest.update(repr(example.parts).encode())
     return digest.hexdigest()

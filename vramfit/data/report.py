@@ -135,13 +135,15 @@ def survey_from_json(values: dict[str, Any]) -> Survey:
 
 
 def example_views(prepared: PreparedData, tokenizer: Any, count: int = SHOWN_EXAMPLES) -> list[dict[str, Any]]:
-    """The first training sequences as the model sees them: text, token ids, and per token 1 where it is learned."""
+    """The first training sequences as the model sees them: text, token ids, and per token 1 where it is learned;
+    where answers have weights, each token's."""
     return [
         {
             "row": example.row,
             "text": tokenizer.decode(example.input_ids.tolist()),
             "token_ids": example.input_ids.tolist(),
             "mask": [int(flag) for flag in example.trained],
+            **({} if example.weights is None else {"weights": example.weights.tolist()}),
         }
         for example in prepared.train[:count]
     ]

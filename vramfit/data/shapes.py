@@ -40,6 +40,9 @@ ROLES: Final[dict[str, Role]] = {
     "ipython": "tool",
 }
 CALL_ROLES: Final = ("function_call", "tool_call")
+LEAST_WEIGHT: Final = 1e-6
+MOST_WEIGHT: Final = 100.0
+"""An answer that is learned weighs between these: what lies outside is a mistake, or would drown all others."""
 SHOWN_CHARS: Final = 80
 """So much of a column's first value is shown where a person is to say what the column is."""
 
@@ -68,13 +71,17 @@ _PAIRS: Final[tuple[tuple[Kind, str, str], ...]] = (
 # frozen one takes three times as long to make.
 @dataclass(slots=True)
 class Turn:
-    """One turn. `calls` are an assistant's tool calls ({"name", "arguments"}); `trained` is False where the data set
-    gives this turn a weight of 0."""
+    """One turn. `calls` are an assistant's tool calls ({"name", "arguments"}); `weight` is what the data set multiplies
+    the loss of this answer by, 0 where it is not learned."""
 
     role: Role
     text: str
     calls: tuple[dict[str, Any], ...] = ()
-    trained: bool = True
+    weight: float = 1.0
+
+    @property
+    def says_something(self) -> bool:
+        return bool(self.calls or self.text.strip())
 
 
 @dataclass(slots=True)
@@ -357,25 +364,23 @@ def _turn(item: Any) -> Turn:
     if name.strip().lower() in CALL_ROLES:
         written = _written_calls(text)
         text, calls = ("", written) if written else (text, ())
-    return Turn(role, text, calls, role != "assistant" or _is_trained(item))
+    return Turn(role, text, calls, _weight(item) if role == "assistant" else 1.0)
 
 
-def _is_trained(item: dict[str, Any]) -> bool:
-    """Whether an answer is learned. A weight that is neither 0 nor 1 would be lost, so it is a verdict on the row."""
+def _weight(item: dict[str, Any]) -> float:
+    """What an answer weighs in the loss: 1 unless the data says otherwise, 0 where it is not learned."""
     for key in ("loss_weight", "weight", "train", "trainable"):
         value = item.get(key)
-        if isinstance(value, bool):
-            return value
         if value is None:
             continue
         try:
             weight = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise _Verdict(f"the {key!r} of a turn is no number") from None
-        if weight not in (0.0, 1.0):
-            raise _Verdict(f"the {key!r} of an answer is neither 0 nor 1, and other weights are not supported")
-        return weight == 1.0
-    return True
+        if weight and not LEAST_WEIGHT <= weight <= MOST_WEIGHT:  # nor is NaN between them
+            raise _Verdict(f"the {key!r} of an answer is {weight:g}, and must be 0 to {MOST_WEIGHT:g}")
+        return weight
+    return 1.0
 
 
 def _content(value: Any) -> str:
@@ -507,14 +512,15 @@ _CONVERTERS: Final[dict[Kind, Callable[[dict[str, Any], dict[str, str]], Convers
 def merge_turns(turns: Iterable[Turn]) -> tuple[Turn, ...]:
     """Neighbouring turns of one role as one, joined by a blank line.
 
-    It is trained only if all of them are: what has weight 0 is never learned.
+    It has the least of their weights: what has weight 0 is never learned.
     """
     merged: list[Turn] = []
     for turn in turns:
         if merged and merged[-1].role == turn.role:
             last = merged[-1]
             text = "\n\n".join(piece for piece in (last.text, turn.text) if piece)
-            merged[-1] = replace(last, text=text, calls=last.calls + turn.calls, trained=last.trained and turn.trained)
+            weight = min((part.weight for part in (last, turn) if part.says_something), default=0.0)
+            merged[-1] = replace(last, text=text, calls=last.calls + turn.calls, weight=weight)
         else:
             merged.append(turn)
     return tuple(merged)

@@ -69,11 +69,16 @@ class Abilities:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text, and the [start, end) character spans of the answers to be learned, in order."""
+    """A conversation as text, and the [start, end) character spans of the answers to be learned, in order.
+
+    `weights` are the spans' weights in the loss, () where all are 1. `learns_end` is whether the last turn is learned.
+    """
 
     text: str
     spans: tuple[tuple[int, int], ...]
     ends_with_answer: bool
+    learns_end: bool
+    weights: tuple[float, ...] = ()
 
 
 _Rendering = Generator[list[Request], list[Answer | TemplateRefusal], Rendered]
@@ -126,7 +131,7 @@ class Template:
         turns = self._adapt(conversation, changed)
         messages = self._messages(turns)
         tools = list(conversation.tools) if conversation.tools and self.can.tools else None
-        answers = [index for index, turn in enumerate(turns) if turn.role == "assistant" and turn.trained]
+        answers = [index for index, turn in enumerate(turns) if turn.role == "assistant" and turn.weight]
         if last_only:
             answers = answers[-1:]
         before, after = [(index, True) for index in answers], [(index + 1, False) for index in answers]
@@ -141,7 +146,14 @@ class Template:
             spans.append(span)
         if changed:
             self.changes.update(changed)
-        return Rendered(whole.text, tuple(spans), turns[-1].role == "assistant")
+        weights = tuple(turns[index].weight for index in answers)
+        return Rendered(
+            whole.text,
+            tuple(spans),
+            ends_with_answer=turns[-1].role == "assistant",
+            learns_end=answers[-1:] == [len(turns) - 1],
+            weights=() if all(weight == 1 for weight in weights) else weights,
+        )
 
     def _text(self, messages: Sequence[Message], tools: list[Any] | None = None, *, asks: bool = False) -> str:
         """Render one. Raises TemplateRefusal."""
@@ -233,6 +245,8 @@ class Template:
         turns = self._place_system(turns, changed)
         if not self.can.repeats and any(a.role == b.role for a, b in pairwise(turns)):
             changed.add("neighbouring turns of one role were joined, because the template wants them to alternate")
+            if any(a.role == b.role == "assistant" and _differ(a, b) for a, b in pairwise(turns)):
+                changed.add("joined answers had different weights, of which the least was taken")
             turns = list(merge_turns(turns))
         if turns[0].role == "assistant" and not self.can.assistant_first:
             raise TemplateRefusal("the conversation begins with the assistant")
@@ -307,6 +321,10 @@ class Template:
         if self.can.end_of_turn and trimmed.endswith(self.can.end_of_turn):
             end = start + len(trimmed)
         return start, end
+
+
+def _differ(one: Turn, other: Turn) -> bool:
+    return one.weight != other.weight and one.says_something and other.says_something
 
 
 def _changed_part(text: str, replies: Sequence[Answer | TemplateRefusal]) -> tuple[int, int]:

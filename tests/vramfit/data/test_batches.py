@@ -168,3 +168,15 @@ def test_case_109_packed_documents_do_not_see_each_other() -> None:
             logits.append(net(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits[0])
     assert torch.equal(logits[0][8:], logits[1][8:])
     assert not torch.equal(logits[0][:8], logits[1][:8])
+
+
+def test_weights_stand_at_their_labels_and_plain_rows_weigh_one() -> None:
+    weights = np.array([0, 0, 0.5, 2], dtype=np.float32)
+    weighted = Example(np.array([5, 6, 7, 8], dtype=np.int32), weights > 0, 0, weights=weights)
+    batch = collate([weighted, example(1, 5)], pad_id=2)
+    assert batch.weights is not None
+    assert batch.weights.dtype == torch.float32
+    assert batch.weights.tolist() == [[0, 0, 0.5, 2, 0], [0, 1, 1, 1, 1]]
+    assert torch.equal(batch.weights > 0, batch.labels != IGNORED)
+    assert batch.trained_tokens == 6
+    assert collate([example(1, 5)], pad_id=2).weights is None

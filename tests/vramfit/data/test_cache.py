@@ -13,13 +13,17 @@ from vramfit.data.conversations import Example
 def examples() -> list[list[Example]]:
     first = Example(np.arange(5, dtype=np.int32), np.array([False, True, False, True, True]), 3)
     packed = Example(np.arange(4, dtype=np.int32), np.array([False, True, False, True]), 1, (2, 2), (1, 2))
-    return [[first, packed], [Example(np.array([9], dtype=np.int32), np.array([False]), 0)]]
+    weights = np.array([0, 0.5, 0, 2], dtype=np.float32)
+    weighted = Example(np.arange(4, dtype=np.int32), weights > 0, 4, weights=weights)
+    return [[first, packed, weighted], [Example(np.array([9], dtype=np.int32), np.array([False]), 0), weighted]]
 
 
 def same(one: Example, other: Example) -> bool:
     return (
         np.array_equal(one.input_ids, other.input_ids)
         and np.array_equal(one.trained, other.trained)
+        and (one.weights is None) == (other.weights is None)
+        and np.array_equal(one.token_weights(), other.token_weights())
         and (one.row, one.parts, one.rows) == (other.row, other.parts, other.rows)
     )
 
@@ -30,7 +34,7 @@ def test_what_is_stored_is_loaded(tmp_path: Path) -> None:
     assert found is not None
     groups, facts = found
     assert facts == {"a": "é"}
-    assert [len(group) for group in groups] == [2, 1]
+    assert [len(group) for group in groups] == [3, 2]
     for mine, theirs in zip(examples(), groups, strict=True):
         assert all(same(one, other) for one, other in zip(mine, theirs, strict=True))
     assert [path.name for path in (tmp_path / "tokenised").iterdir()] == ["k"]
@@ -44,7 +48,7 @@ def test_nothing_and_empty_groups(tmp_path: Path) -> None:
     assert found[0] == [[], []]
 
 
-@pytest.mark.parametrize("name", ["facts.json", "input_ids.npy", "lengths.npy", "parts.npy"])
+@pytest.mark.parametrize("name", ["facts.json", "input_ids.npy", "lengths.npy", "parts.npy", "weights.npy"])
 @pytest.mark.parametrize("damage", ["gone", "short", "noise"])
 def test_a_damaged_entry_is_no_entry_and_is_replaced(tmp_path: Path, name: str, damage: str) -> None:
     cache.store(tmp_path, "k", examples(), {})

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +165,65 @@ def test_tokens_of_no_width_belong_to_what_is_before_them() -> None:
     offsets = np.array([[0, 4], [5, 5], [5, 8], [8, 9]])
     assert tokens_in_spans(offsets, [(5, 8)]).tolist() == [False, False, True, False]
     assert tokens_in_spans(np.zeros((0, 2), dtype=np.int64), [(0, 1)]).tolist() == []
+
+
+WEIGHED = Conversation(
+    (
+        Turn("user", "hello"),
+        Turn("assistant", "world 你好", weight=0.5),
+        Turn("user", "the cat"),
+        Turn("assistant", "away", weight=0.0),
+        Turn("user", "the dog"),
+        Turn("assistant", "ran home", weight=2.0),
+    )
+)
+
+
+def weighed(tokenizer: Any, example: Example) -> dict[float, str]:
+    """Weight to the text of the tokens that have it."""
+    assert example.weights is not None
+    assert example.weights.dtype == np.float32
+    assert np.array_equal(example.weights > 0, example.trained)
+    values = sorted(set(example.weights[example.trained].tolist()))
+    return {value: str(tokenizer.decode(example.input_ids[example.weights == value].tolist())) for value in values}
+
+
+@pytest.mark.parametrize("backend", [True, False])
+def test_each_answer_has_its_weight(tokenizer: Any, backend: bool) -> None:
+    encoder = Encoder(tokenizer)
+    encoder._backend = encoder._backend if backend else None
+    example, plain = encode(encoder, WEIGHED, TALK)
+    assert weighed(tokenizer, example) == {0.5: "world 你好<|im_end|>", 2.0: "ran home<|im_end|>"}
+    assert plain.weights is None
+    assert encoder.notes() == ["Answers in 1 rows have weights from 0.5 to 2; a step's loss is their weighted mean."]
+
+
+def test_weights_of_zero_and_one_are_only_a_mask(tokenizer: Any) -> None:
+    turns = tuple(replace(turn, weight=float(turn.weight > 0)) for turn in WEIGHED.turns)
+    encoder = Encoder(tokenizer)
+    [example] = encode(encoder, Conversation(turns))
+    assert learned(tokenizer, example) == "world 你好<|im_end|>ran home<|im_end|>"
+    assert example.weights is None
+    assert encoder.notes() == []
+
+
+def test_an_added_end_token_has_the_weight_of_its_answer(make_tokenizer: Make) -> None:
+    template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    tokenizer = make_tokenizer(template=template, eos="</s>")
+    silent = Conversation((*WEIGHED.turns[:5], replace(WEIGHED.turns[5], weight=0.0)))
+    last, other = encode(Encoder(tokenizer), WEIGHED, silent)
+    assert last.input_ids[-1] == other.input_ids[-1] == tokenizer.eos_token_id
+    assert last.trained[-1]
+    assert last.token_weights()[-1] == 2
+    assert not other.trained[-1]
+    assert weighed(tokenizer, other).keys() == {0.5}
+
+
+def test_the_last_answer_keeps_its_weight_and_everything_has_none(tokenizer: Any) -> None:
+    [example] = encode(Encoder(tokenizer, trained_on="last"), WEIGHED)
+    assert weighed(tokenizer, example) == {2.0: "ran home<|im_end|>"}
+    encoder = Encoder(tokenizer, trained_on="everything")
+    [example] = encode(encoder, WEIGHED)
+    assert example.trained_tokens == len(example) - 1
+    assert example.weights is None
+    assert any("1 conversations give weights to answers, which are not used" in note for note in encoder.notes())

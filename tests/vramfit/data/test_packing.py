@@ -38,3 +38,12 @@ def test_a_document_longer_than_a_block_is_a_mistake() -> None:
 
 def test_case_037_the_last_partial_block_is_kept() -> None:
     assert [len(block) for block in pack([example(row, 20) for row in range(5)], 2048)] == [100]
+
+
+def test_packed_examples_keep_their_weights() -> None:
+    weights = np.array([0, 0.5, 2], dtype=np.float32)
+    weighted = Example(np.zeros(3, dtype=np.int32), weights > 0, 0, weights=weights)
+    [packed] = pack([weighted, example(1, 2)], 5)
+    assert packed.weights is not None
+    assert packed.weights.tolist() == [0, 0.5, 2, 0, 1]
+    assert pack([example(0, 3), example(1, 2)], 5)[0].weights is None

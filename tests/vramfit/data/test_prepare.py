@@ -366,3 +366,46 @@ def test_case_014_the_content_and_not_the_name_says_json_or_jsonl(run: Any, tmp_
     found = [run(path) for path in (lines, array)]
     assert [data.survey.format for data in found] == ["jsonl", "json"]
     assert found[0].fingerprint == found[1].fingerprint
+
+
+def weighed_talk(first: float, second: float, words: int = 1) -> dict[str, Any]:
+    asked = {"role": "user", "content": "hello"}
+    answers = [{"role": "assistant", "content": "the cat ran " * words, "weight": weight} for weight in (first, second)]
+    return {"messages": [asked, answers[0], asked, answers[1]]}
+
+
+def test_weights_reach_the_sequences_the_cache_and_the_report(run: Any, write_rows: Write) -> None:
+    path = write_rows([weighed_talk(0.5, 2), weighed_talk(1, 1), weighed_talk(0, 1.5)])
+    data = run(path, max_length=256)
+    values = [None if one.weights is None else sorted(set(one.weights.tolist())) for one in data.train]
+    assert values == [[0, 0.5, 2], None, [0, 1.5]]
+    assert "Answers in 2 rows have weights from 0.5 to 2; a step's loss is their weighted mean." in data.report.notes
+    assert data.report.trained_tokens == sum(int(one.trained.sum()) for one in data.train)
+    again = run(path, max_length=256)
+    assert again.report.from_cache
+    for one, other in zip(data.train, again.train, strict=True):
+        assert np.array_equal(one.token_weights(), other.token_weights())
+    [packed] = run(path, max_length=256, packing=True).train
+    assert np.array_equal(packed.token_weights(), np.concatenate([one.token_weights() for one in data.train]))
+    other = run(write_rows([weighed_talk(0.5, 3), weighed_talk(1, 1), weighed_talk(0, 1.5)]), max_length=256)
+    assert other.fingerprint != data.fingerprint
+
+
+@pytest.mark.parametrize("how", ["cut", "split"])
+def test_pieces_keep_the_weights_of_their_tokens(run: Any, write_rows: Write, how: str) -> None:
+    path = write_rows([weighed_talk(0.5, 2, words=12)])
+    [whole] = run(path, max_length=1000).train
+    pieces = run(path, max_length=32, too_long=how).train
+    assert len(pieces) == 1 if how == "cut" else len(pieces) > 2
+    at = 0
+    for piece in pieces:
+        wanted = whole.weights[at : at + len(piece)].copy()
+        wanted[0] = 0
+        assert np.array_equal(piece.token_weights(), wanted)
+        assert np.array_equal(piece.trained, wanted > 0)
+        at += len(piece)
+
+
+def test_a_weight_that_cannot_be_is_counted_with_its_key_and_value(run: Any, write_rows: Write) -> None:
+    data = run(write_rows([weighed_talk(-1, 1), *[weighed_talk(1, 1)] * 30]))
+    assert data.report.dropped == {"the 'weight' of an answer is -1, and must be 0 to 100": 1}

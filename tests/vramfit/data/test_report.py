@@ -45,6 +45,19 @@ def test_the_report_with_a_tokenizer(tokenizer: Any, write_rows: Write, tmp_path
     assert any("were cut" in warning for warning in found["warnings"])
 
 
+def test_the_report_gives_the_weights_of_tokens_where_there_are_any(
+    tokenizer: Any, write_rows: Write, tmp_path: Path
+) -> None:
+    answers = [{"role": "assistant", "content": "world", **weight} for weight in ({"weight": 0.5}, {})]
+    path = write_rows([{"messages": [{"role": "user", "content": "hello"}, answer]} for answer in answers])
+    choice = DataChoice(paths=(str(path),), eval_share=0.0)
+    found = report_json(choice, cache=tmp_path, tokenizer=tokenizer, max_length=32)
+    weighted, plain = found["examples"]
+    assert weighted["weights"] == [0.5 * flag for flag in weighted["mask"]]
+    assert "weights" not in plain
+    assert any("1 rows have weights from 0.5 to 0.5" in warning for warning in found["warnings"])
+
+
 def test_the_report_without_a_tokenizer(write_rows: Write, tmp_path: Path) -> None:
     found = report_json(DataChoice(paths=(str(write_rows(ROWS)),)), cache=tmp_path)
     assert found.keys() >= KEYS

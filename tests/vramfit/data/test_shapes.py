@@ -220,29 +220,41 @@ def test_conversations_without_answers_are_verdicts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weight", "trained"), [({}, True), ({"weight": 0}, False), ({"weight": 1}, True), ({"loss_weight": 0.0}, False),
-                            ({"train": False}, False), ({"weight": None}, True)],
+    ("given", "weight"), [({}, 1), ({"weight": 0}, 0), ({"weight": 1}, 1), ({"loss_weight": 0.0}, 0),
+                          ({"train": False}, 0), ({"train": True}, 1), ({"weight": None}, 1), ({"weight": 0.5}, 0.5),
+                          ({"loss_weight": "2.5"}, 2.5), ({"weight": 100}, 100), ({"weight": 1e-6}, 1e-6)],
 )  # fmt: skip
-def test_weights_of_messages(weight: dict[str, Any], trained: bool) -> None:
-    found = convert({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **weight}]})
+def test_weights_of_messages(given: dict[str, Any], weight: float) -> None:
+    found = convert({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **given}]})
     assert isinstance(found, Conversation)
-    assert found.turns[1].trained is trained
+    assert found.turns[1].weight == weight
 
 
-@pytest.mark.parametrize("weight", [{"weight": 0.5}, {"loss_weight": -1}, {"weight": 2}, {"weight": "much"}])
-def test_a_weight_that_would_be_lost_is_a_reason_to_drop_the_row(weight: dict[str, Any]) -> None:
-    found = convert({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **weight}]})
+@pytest.mark.parametrize(
+    ("weight", "value"), [({"loss_weight": -1}, "-1"), ({"weight": 101}, "101"), ({"weight": "nan"}, "nan"),
+                          ({"weight": "inf"}, "inf"), ({"weight": 1e-7}, "1e-07"), ({"weight": "much"}, "no number"),
+                          ({"weight": 10**400}, "no number"), ({"weight": [1]}, "no number")],
+)  # fmt: skip
+def test_a_weight_that_cannot_be_is_a_reason_to_drop_the_row(weight: dict[str, Any], value: str) -> None:
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **weight}]
+    shape = recognise([row({"messages": messages})])
+    found = shape.convert(Row({"messages": messages}, Path("t"), 1))
     assert isinstance(found, Dropped)
+    assert value in found.reason
     assert repr(next(iter(weight))) in found.reason
     asked = convert({"messages": [{"role": "user", "content": "q", **weight}, {"role": "assistant", "content": "a"}]})
     assert isinstance(asked, Conversation)  # questions are not learned, whatever they weigh
 
 
-def test_joined_turns_keep_all_text_and_never_learn_what_has_no_weight() -> None:
-    merged = merge_turns(
-        [Turn("user", "a"), Turn("user", "b"), Turn("assistant", "c"), Turn("assistant", "d", (), False)]
-    )
-    assert [(turn.role, turn.text, turn.trained) for turn in merged] == [
-        ("user", "a\n\nb", True),
-        ("assistant", "c\n\nd", False),
+def test_joined_turns_keep_all_text_and_have_the_least_weight() -> None:
+    answers = (Turn("assistant", "c", weight=2.0), Turn("assistant", "d", weight=0.5))
+    merged = merge_turns([Turn("user", "a"), Turn("user", "b"), *answers, Turn("user", "e"), answers[0]])
+    assert [(turn.role, turn.text, turn.weight) for turn in merged] == [
+        ("user", "a\n\nb", 1),
+        ("assistant", "c\n\nd", 0.5),
+        ("user", "e", 1),
+        ("assistant", "c", 2),
     ]
+    assert (
+        merge_turns([*answers, Turn("assistant", "f", weight=0)])[0].weight == 0
+    )  # what has weight 0 is never learned

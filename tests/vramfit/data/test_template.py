@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -156,7 +157,7 @@ def test_case_050_several_calls_in_a_row(make_tokenizer: Make) -> None:
 
 
 def test_turns_without_weight_are_not_learned(make_tokenizer: Make) -> None:
-    turns = (Turn("user", "q"), Turn("assistant", "no", (), False), Turn("user", "q"), Turn("assistant", "yes"))
+    turns = (Turn("user", "q"), Turn("assistant", "no", (), 0.0), Turn("user", "q"), Turn("assistant", "yes"))
     assert parts(make_tokenizer(), *turns) == ["yes<|im_end|>"]
 
 
@@ -194,3 +195,24 @@ def test_the_default_template_uses_the_end_token_where_chatml_has_none(make_toke
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", eos_token="</s>")
     tokenizer.chat_template = default_template(tokenizer)
     assert parts(tokenizer, *TALK) == ["a one</s>", "a two</s>"]
+
+
+@pytest.mark.parametrize("template", [HEADER, INSTRUCT, TURNS, THINKING, PLAIN, CLOSED])
+def test_answers_keep_their_weights(make_tokenizer: Make, template: str) -> None:
+    turns = (TALK[0], replace(TALK[1], weight=0.5), TALK[2], replace(TALK[3], weight=2.0))
+    found = Template(make_tokenizer(template=template)).render(Conversation(turns))
+    assert found.weights == (0.5, 2.0)
+    for word, (start, end) in zip(("a one", "a two"), found.spans, strict=True):
+        assert word in found.text[start:end]
+    assert Template(make_tokenizer(template=template)).render(Conversation(TALK)).weights == ()
+
+
+def test_joined_answers_have_the_least_weight_and_it_is_told(make_tokenizer: Make) -> None:
+    turns = (*TALK[:1], replace(TALK[1], weight=2.0), replace(TALK[3], weight=0.5))
+    apart = Template(make_tokenizer()).render(Conversation(turns))
+    assert apart.weights == (2.0, 0.5)  # where the template takes them apart, each keeps its own
+    template = Template(make_tokenizer(template=TURNS))
+    assert template.render(Conversation(turns)).weights == (0.5,)
+    assert template.changes["joined answers had different weights, of which the least was taken"] == 1
+    template.render(Conversation((TALK[0], TALK[1], replace(TALK[1], text="", weight=0.0))))
+    assert template.changes["joined answers had different weights, of which the least was taken"] == 1
