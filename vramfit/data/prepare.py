@@ -47,6 +47,7 @@ BATCH_CHARS: Final = 4_000_000
 """About a million tokens, each of some 150 bytes before it is a number. Four batches are at work at once."""
 DROPPED_SHARE_TO_WARN: Final = 0.1
 LISTED_DROPPED: Final = 20
+LISTED_REASONS: Final = 5
 
 Progress = Callable[[float, float], None]
 
@@ -414,6 +415,9 @@ class _Preparation:
             yield "Plain text has no assistant turns, so all of it is learned."
         if report.dropped_share > DROPPED_SHARE_TO_WARN:
             yield f"{report.dropped_share:.0%} of the rows are not used; look at the reasons before you start."
+        for reason, count in self.dropped.most_common(LISTED_REASONS):
+            if reason not in self.found.dropped:  # these the survey tells
+                yield f"{count:,} of {report.rows:,} rows are left out: {reason}."
         if report.truncated_rows:
             yield (
                 f"{report.truncated_rows:,} rows ({report.truncated_share:.0%}) are longer than {self.max_length:,} "

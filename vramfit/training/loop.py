@@ -81,7 +81,7 @@ def train(
             PhaseProgress(name="tokenising", done=done, total=total, unit="rows")
         ),
     )
-    data = with_known_tokens(data, architecture, prompt_ids(config, data, tokenizer))
+    data = with_known_tokens(data, architecture, tokenizer, prompt_ids(config, data, tokenizer))
     recorder.phase(PhaseProgress(name="planning"))
     forecast = forecast_run(config, architecture=architecture, machine=machine, workload=data.workload)
     recorder.forecast(forecast)
@@ -330,6 +330,8 @@ class _Run:
             self._say("info", "data", note)
         if self.executor.loss_reason:
             self._say("info", "loss", f"Loss {self.executor.loss_kind}: {self.executor.loss_reason}.")
+        if self.executor.loss_kind == "fused" and any(example.weights is not None for example in self.data.train):
+            self._say("info", "loss", "Loss chunked where answers have weights: the fused kernel takes none.")
         for choice in forecast.plan.reasons:
             print(f"{choice.setting} = {choice.value}: {choice.reason}", flush=True)
         print(

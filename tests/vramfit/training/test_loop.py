@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,126 @@ def test_case_107_the_same_seed_gives_the_same_run(small_run: Build, kept: Keep,
         runs.append((heard.losses, [sample.text for sample in heard.samples]))
     assert runs[0] == runs[1]
     assert runs[0] != runs[2]
+
+
+def tiny_llama(folder: Path, cache: Path) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from vramfit.starter.shape import architecture
+    from vramfit.starter.tokenizer import tokenizer_folder
+
+    PreTrainedTokenizerFast.from_pretrained(tokenizer_folder(cache)).save_pretrained(folder)
+    torch.manual_seed(1)
+    shape = LlamaConfig(
+        vocab_size=architecture().vocab_size,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    LlamaForCausalLM(shape).save_pretrained(folder)
+    return folder
+
+
+def test_case_107_adapters_begin_the_same_whatever_was_drawn_before(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path
+) -> None:
+    """The first checkpoint after a step too small to see: the adapters as they began, and the seed in its manifest."""
+    model = str(tiny_llama(tmp_path / "model", cache))
+    schedule = {"max_steps": 5, "learning_rate": 1e-30, "weight_decay": 0.0}
+    begun, losses = [], []
+    for name, seed, drawn in (("a", 5, 0), ("b", 5, 1000), ("c", 6, 0)):
+        torch.manual_seed(drawn)
+        torch.rand(drawn)
+        heard = kept()
+        config = small_run(seed=seed, method="lora", model={"source": model}, schedule=schedule)
+        train(config, folder=tmp_path / name, cache=cache, recorder=heard, should_stop=stop_after(heard, 5))
+        found = checkpoint.newest(tmp_path / name / CHECKPOINTS)
+        assert found is not None
+        assert found.checkpoint.values["identity"]["seed"] == seed
+        tensors = found.checkpoint.tensors
+        begun.append({key: tensors[key] for key in tensors if key.startswith("model.") and "lora_A" in key})
+        losses.append(heard.losses)
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 5
+    assert begun[0].keys() == begun[1].keys() == begun[2].keys()
+    assert begun[0]
+    assert all(torch.equal(begun[0][key], begun[1][key]) for key in begun[0])
+    assert not any(torch.equal(begun[0][key], begun[2][key]) for key in begun[0])
+
+
+@pytest.mark.parametrize(("rows", "epochs", "updates"), [(3, 2, 2), (7, 1, 2), (8, 2, 4), (12, 1, 3), (10, 1, 3)])
+def test_case_098_099_the_tail_of_an_epoch_is_one_update_of_its_own_size(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, rows: int, epochs: int, updates: int
+) -> None:
+    """Four sequences a step, one by one and all at once: the same updates, also where an epoch ends in fewer."""
+    data = tmp_path / "few.jsonl"
+    lines = [json.dumps({"text": f"Fox {number} found {'many ' * number} berries."}) for number in range(rows)]
+    data.write_text("\n".join(lines), encoding="utf-8")
+    found = []
+    for micro_batch in (1, 4):
+        heard = kept()
+        config = small_run(
+            data={"paths": [str(data)], "eval_share": 0.0, "packing": False, "max_length": 64},
+            schedule={"max_steps": None, "epochs": epochs, "sequences_per_step": 4},
+            memory={"micro_batch": micro_batch, "precision": "fp32"},
+            output={"sample_tokens": 0},
+        )
+        train(config, folder=tmp_path / f"run{micro_batch}", cache=cache, recorder=heard)
+        found.append(heard)
+    assert [len(heard.metrics) for heard in found] == [updates, updates]
+    assert found[0].losses == pytest.approx(found[1].losses, rel=1e-4)
+    assert [step.tokens for step in found[0].metrics] == [step.tokens for step in found[1].metrics]
+    per_epoch = sum(step.tokens for step in found[0].metrics) / epochs
+    assert sum(step.tokens for step in found[0].metrics[: updates // epochs]) == per_epoch
+    assert [step.grad_norm for step in found[0].metrics] == pytest.approx(
+        [step.grad_norm for step in found[1].metrics], rel=1e-3
+    )
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_case_100_the_rate_falls_by_update_and_ends_where_it_was_promised(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, micro_batch: int
+) -> None:
+    """Linear, 3 of 10 updates to warm up, 4 sequences in each: the rate counts updates, not micro-batches."""
+    heard = kept()
+    config = small_run(
+        schedule={
+            "max_steps": 10, "sequences_per_step": 4, "learning_rate": 1.0e-3, "shape": "linear", "warmup_share": 0.3,
+            "final_rate_share": 0.1,
+        },
+        memory={"micro_batch": micro_batch},
+        output={"sample_tokens": 0, "evaluate_every": 0},
+    )  # fmt: skip
+    train(config, folder=tmp_path / "run", cache=cache, recorder=heard)
+    rising = [1e-3 * step / 3 for step in (1, 2, 3)]
+    falling = [1e-3 * (1 - 0.9 * step / 7) for step in range(1, 8)]
+    assert [step.learning_rate for step in heard.metrics] == pytest.approx(rising + falling)
+    assert heard.metrics[-1].learning_rate == pytest.approx(1e-4)
+
+
+def test_case_062_a_held_out_row_without_its_answer_makes_no_loss_that_is_no_number(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path
+) -> None:
+    """One row in four is longer than the maximum: its answer is cut off, and so it is left out and told."""
+    data = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"Fox {n} " * (200 if n % 4 == 0 else 1), "completion": f"found {n} berries"} for n in range(20)]
+    data.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    heard = kept()
+    config = small_run(
+        data={"paths": [str(data)], "eval_share": 0.3, "most_dropped_share": 0.5},
+        output={"sample_tokens": 0, "evaluate_every": 1},
+        schedule={"max_steps": 3},
+    )
+    result = train(config, folder=tmp_path / "run", cache=cache, recorder=heard)
+    assert all(0 < evaluation.loss < 20 and evaluation.tokens > 0 for evaluation in heard.evaluations)
+    assert len(heard.evaluations) >= 3
+    assert result.eval_loss == heard.evaluations[-1].loss
+    assert any(
+        "5 of 20 rows" in event.message and "lies beyond the maximum length" in event.message for event in heard.events
+    )
 
 
 @pytest.mark.parametrize(

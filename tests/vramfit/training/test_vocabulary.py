@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def starter_vocabulary() -> int:
     return architecture().vocab_size
 
 
-def test_a_token_without_a_row_is_refused_with_both_numbers(
+def test_case_074_a_token_without_a_row_is_refused_with_both_numbers(
     small_run: Build, kept: Keep, cache: Path, tmp_path: Path
 ) -> None:
     folder = model_with(cache, tmp_path / "model", vocab_size=64)
@@ -69,12 +70,41 @@ def test_a_prompt_may_not_have_one_either(
         train(config, folder=tmp_path / "run", cache=cache, recorder=kept())
 
 
-def test_padding_without_a_row_trains_all_the_same(small_run: Build, kept: Keep, cache: Path, tmp_path: Path) -> None:
-    losses = []
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_case_073_padding_without_a_row_trains_all_the_same(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, method: str
+) -> None:
+    """Rows of different lengths, so there is padding; its id is one more than the embedding has rows."""
+    losses, said = [], []
     for pad in (None, "<added>"):
         folder = model_with(cache, tmp_path / f"model{pad is None}", vocab_size=starter_vocabulary(), pad=pad)
         heard = kept()
-        config = small_run(model={"source": str(folder)}, method="full", schedule={"max_steps": 2})
+        config = small_run(
+            model={"source": str(folder)}, method=method, schedule={"max_steps": 2}, memory={"micro_batch": 3}
+        )
         train(config, folder=tmp_path / f"run{pad is None}", cache=cache, recorder=heard)
         losses.append(heard.losses)
+        said.append([event.message for event in heard.events if "tokens without a row" in event.message])
     assert losses[0] == losses[1]
+    rows = starter_vocabulary()
+    assert said == [
+        [],
+        [
+            f"The tokenizer has {rows + 1:,} tokens and the embedding of modelFalse {rows:,} rows; "
+            "the data holds none of the tokens without a row."
+        ],
+    ]
+
+
+def test_case_074_a_config_that_counts_other_rows_than_the_weights_hold_is_refused(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path
+) -> None:
+    rows = starter_vocabulary()
+    folder = model_with(cache, tmp_path / "model", vocab_size=rows)
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**settings, "vocab_size": rows + 1}), encoding="utf-8")
+    heard = kept()
+    config = small_run(model={"source": str(folder)}, method="full")
+    with pytest.raises(ModelError, match="not those that config.json describes"):
+        train(config, folder=tmp_path / "run", cache=cache, recorder=heard)
+    assert heard.metrics == []
