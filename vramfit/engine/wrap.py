@@ -229,6 +229,9 @@ def _loss_of(model: nn.Module, compute: Precision) -> LossFunction:
 
     def causal_loss(_: nn.Module, piece: Any) -> tuple[Tensor, int, float]:
         if not isinstance(piece, Mapping) or not {"input_ids", "labels"} <= piece.keys() <= _CAUSAL_KEYS:
+            if isinstance(piece, Mapping) and "weights" in piece:  # many forwards take any keyword, and drop it
+                extra = ", ".join(sorted(map(str, piece.keys() - _CAUSAL_KEYS))) or "no labels"
+                raise _wrong("weights", f"The batch has weights beside {extra}", "Give wrap(..., loss=function).")
             loss, count = _own_loss(model, piece)
             return loss, count, count
         rows = Piece(

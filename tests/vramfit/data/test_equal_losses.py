@@ -80,7 +80,7 @@ def step_losses(model: torch.nn.Module, data: list[Example], *, micro_batch: int
 
 def test_a_cut_row_has_the_losses_of_the_full_row_up_to_the_cut(model: torch.nn.Module, prepared: Prepare) -> None:
     full = {example.row: example for example in prepared().train}
-    cut = prepared(max_length=24).train
+    cut = prepared(max_length=24, most_dropped_share=1.0).train
     shorter = [example for example in cut if len(example) < len(full[example.row])]
     assert len(shorter) >= 5
     for example in cut:
@@ -114,3 +114,48 @@ def test_streamed_in_small_parts_from_memory_and_from_the_cache_are_the_same(
     for data in (whole.train, streamed.train, again.train):
         assert step_losses(model, data, micro_batch=5) == expected  # the same numbers, not nearly
     assert np.allclose(step_losses(model, memory, micro_batch=2), expected, rtol=1e-5)
+
+
+@pytest.fixture
+def weighted(tokenizer: Any, tmp_path: Path) -> Callable[..., list[Example]]:
+    """Conversations of two answers with weights; every third has none."""
+    rows = []
+    for n in range(1, 13):
+        weights = [{"weight": 0.5}, {"weight": 2}] if n % 3 else [{}, {"weight": 0}]
+        asked = {"role": "user", "content": "hello " * n}
+        answers = [{"role": "assistant", "content": "the cat ran " * (n % 4 + 1), **weight} for weight in weights]
+        rows.append({"messages": [asked, answers[0], asked, answers[1]]})
+    path = tmp_path / "weighted.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    def make(**choice: Any) -> list[Example]:
+        wish = DataChoice(paths=(str(path),), eval_share=0.0, **choice)
+        return prepare(wish, tokenizer=tokenizer, max_length=256, seed=1, cache=tmp_path / "cache").train
+
+    return make
+
+
+def test_weighted_answers_train_their_weighted_mean_packed_or_not(
+    model: torch.nn.Module, weighted: Callable[..., list[Example]]
+) -> None:
+    from vramfit.engine.resident import ResidentExecutor
+    from vramfit.planning.plan import Plan
+
+    apart, packed = weighted(), weighted(packing=True)
+    assert len(packed) < len(apart) == 12
+    losses = torch.cat([token_losses(model, example) for example in apart])
+    weights = np.concatenate([example.token_weights()[example.trained] for example in apart])
+    assert sorted(set(weights.tolist())) == [0.5, 1, 2]
+    wanted = float((losses * torch.from_numpy(weights)).sum() / weights.sum())
+    plan = Plan(
+        method="full", device="cpu", budget_bytes=2**30, compute="fp32", weight_format="fp32", max_length=256,
+        micro_batch=2, accumulation=2, recompute=0, loss="chunked",
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    executor = ResidentExecutor(model, plan=plan, optimizer=optimizer, max_grad_norm=0.0)
+    results = [executor.step(split(data, size, 0), 0.0) for data in (apart, packed) for size in (1, 5)]
+    model.eval()
+    for result in results:
+        assert result.loss == pytest.approx(wanted, rel=1e-5)
+        assert result.tokens == len(weights)
+        assert result.grad_norm == pytest.approx(results[0].grad_norm, rel=1e-5)

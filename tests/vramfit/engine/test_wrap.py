@@ -197,6 +197,8 @@ def test_weights_of_a_causal_batch_are_each_labels_share(tiny, micro_batch):
     assert result.loss == pytest.approx(mean.item(), rel=1e-5)
     assert result.grad_norm == pytest.approx(norm, rel=1e-5)
     assert result.tokens == int((weights > 0).sum())
+    with pytest.raises(ConfigError, match="weights beside pixels"):
+        step(vars(batch) | {"position_ids": torch.arange(17).expand(4, -1), "pixels": torch.zeros(4)})
 
 
 @pytest.mark.parametrize("micro_batch", ["auto", 2])
