@@ -57,6 +57,30 @@ def test_every_token_is_counted_once(small_run: Build, kept: Keep, cache: Path, 
     assert counts[0] == counts[1]
 
 
+def test_weights_of_messages_are_shares_of_a_step(small_run: Build, kept: Keep, cache: Path, tmp_path: Path) -> None:
+    """Twice all weights is the same mean, so the same run; other shares are another run. Both are told."""
+
+    def run(first: float, second: float, loss: str = "chunked") -> Any:
+        asked = [{"role": "user", "content": f"The fox number {number}"} for number in range(20)]
+        answers = [{"role": "assistant", "content": "berries", "weight": first if n % 2 else second} for n in range(20)]
+        path = tmp_path / f"{first}-{second}.jsonl"
+        rows = [{"messages": list(pair)} for pair in zip(asked, answers, strict=True)]
+        path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        heard = kept()
+        config = small_run(data={"paths": [str(path)]}, memory={"loss": loss}, schedule={"max_steps": 3})
+        train(config, folder=tmp_path / f"{first}-{second}-{loss}", cache=cache, recorder=heard)
+        return heard
+
+    weighted, doubled, plain, fused = run(0.5, 2), run(1, 4), run(1, 1), run(0.5, 2, "fused")
+    assert doubled.losses == pytest.approx(weighted.losses, rel=1e-5)
+    assert fused.losses == pytest.approx(weighted.losses, rel=1e-4)
+    assert plain.losses[-1] != pytest.approx(weighted.losses[-1], rel=1e-4)
+    assert [step.tokens for step in weighted.metrics] == [step.tokens for step in plain.metrics]
+    told = [event.message for event in fused.events]
+    assert "Answers in 20 rows have weights from 0.5 to 2; a step's loss is their weighted mean." in told
+    assert "Loss chunked where answers have weights: the fused kernel takes none." in told
+
+
 @pytest.mark.parametrize("stop_at", [1, 4, 6])
 def test_case_118_resume_is_bit_exact_from_any_step(
     small_run: Build, kept: Keep, cache: Path, tmp_path: Path, stop_at: int
