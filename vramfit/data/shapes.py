@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from vramfit.data.mapping import PARTS, guess_mapping
-from vramfit.data.rows import NumberText, Row, parse_json, plain
+from vramfit.data.rows import Bytes, NumberText, Row, parse_json, plain
 from vramfit.errors import DataError
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -47,6 +47,8 @@ SHOWN_CHARS: Final = 80
 """So much of a column's first value is shown where a person is to say what the column is."""
 
 _LIST_COLUMNS: Final = ("messages", "conversations", "conversation", "dialogue", "dialog", "turns", "chat")
+_ALSO_CALLED: Final = {"system": ("system_prompt", "system_message"), "tools": ("functions",)}
+_REASONING: Final = ("reasoning_content", "reasoning", "thinking")
 _TEXT_COLUMNS: Final = ("text", "content", "document", "body", "story", "raw_content")
 _PAIRS: Final[tuple[tuple[Kind, str, str], ...]] = (
     ("prompt/completion", "prompt", "completion"),
@@ -241,7 +243,9 @@ def _peek_items(value: Any) -> list[dict[str, Any]]:
 
 
 def _present(folded: dict[str, str], *parts: str) -> dict[str, str]:
-    return {part: folded[part] for part in parts if part in folded}
+    names = {part: (part, *_ALSO_CALLED.get(part, ())) for part in parts}
+    found = {part: next((name for name in names[part] if name in folded), None) for part in parts}
+    return {part: folded[name] for part, name in found.items() if name is not None}
 
 
 def _alpaca(folded: dict[str, str]) -> Shape | None:
@@ -314,7 +318,7 @@ def _history(value: Any) -> list[Turn]:
     for pair in _list(value):
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise _Verdict("the history is not a list of pairs of texts")
-        turns += [Turn("user", pair[0]), Turn("assistant", pair[1])]
+        turns += [Turn("user", pair[0]), Turn("assistant", pair[1], weight=1.0 if pair[1].strip() else 0.0)]
     return turns
 
 
@@ -339,7 +343,7 @@ def _from_list(parts: dict[str, Any], columns: dict[str, str]) -> Conversation:
         raise _Verdict("the conversation is empty")
     if not any(turn.role == "assistant" for turn in turns):
         raise _Verdict("no turn is the assistant's")
-    if not any(turn.role == "assistant" and (turn.text.strip() or turn.calls) for turn in turns):
+    if not any(turn.role == "assistant" and turn.says_something for turn in turns):
         raise _Verdict("the assistant's turns are empty")
     return Conversation(tuple(turns), _tools(parts.get("tools")))
 
@@ -364,7 +368,20 @@ def _turn(item: Any) -> Turn:
     if name.strip().lower() in CALL_ROLES:
         written = _written_calls(text)
         text, calls = ("", written) if written else (text, ())
-    return Turn(role, text, calls, _weight(item) if role == "assistant" else 1.0)
+    if role != "assistant":
+        return Turn(role, text)
+    weight = _weight(item) * bool(calls or text.strip())  # to say nothing is not to be learned
+    return Turn(role, _with_reasoning(item, text), calls, weight)
+
+
+def _with_reasoning(item: dict[str, Any], text: str) -> str:
+    """The answer after what was thought before it, where a data set holds that apart: between the tags that templates
+    look for in an answer."""
+    thought = next((item[key] for key in _REASONING if isinstance(item.get(key), str) and item[key].strip()), None)
+    if thought is None or "</think>" in text:
+        return text
+    bare, answer = thought.strip("\n"), text.lstrip("\n")
+    return f"<think>\n{bare}\n</think>\n\n{answer}"
 
 
 def _weight(item: dict[str, Any]) -> float:
@@ -490,6 +507,7 @@ def _text_value(value: Any, name: str) -> str:
 
 def _kind(value: Any) -> str:
     names: tuple[tuple[type, str], ...] = (
+        (Bytes, "bytes that are no text"),
         (NumberText, "a number"),
         (str, "text"),
         (bool, "true or false"),
@@ -510,17 +528,19 @@ _CONVERTERS: Final[dict[Kind, Callable[[dict[str, Any], dict[str, str]], Convers
 
 
 def merge_turns(turns: Iterable[Turn]) -> tuple[Turn, ...]:
-    """Neighbouring turns of one role as one, joined by a blank line.
+    """Neighbouring turns of one role as one, joined by a blank line; one that says nothing goes without a trace.
 
     It has the least of their weights: what has weight 0 is never learned.
     """
     merged: list[Turn] = []
     for turn in turns:
-        if merged and merged[-1].role == turn.role:
-            last = merged[-1]
-            text = "\n\n".join(piece for piece in (last.text, turn.text) if piece)
-            weight = min((part.weight for part in (last, turn) if part.says_something), default=0.0)
-            merged[-1] = replace(last, text=text, calls=last.calls + turn.calls, weight=weight)
-        else:
+        last = merged[-1] if merged and merged[-1].role == turn.role else None
+        if last is None:
             merged.append(turn)
+        elif not last.says_something:
+            merged[-1] = turn
+        elif turn.says_something:
+            text = "\n\n".join(piece for piece in (last.text, turn.text) if piece)
+            weight = min(last.weight, turn.weight)
+            merged[-1] = replace(last, text=text, calls=last.calls + turn.calls, weight=weight)
     return tuple(merged)

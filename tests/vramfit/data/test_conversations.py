@@ -153,6 +153,50 @@ def test_a_tokenizer_without_offsets_gives_the_same(tokenizer: Any) -> None:
     assert slow.trained.tolist() == fast.trained.tolist()
 
 
+ANSWER_LAST = (  # Qwen 3, DeepSeek: what was thought is left out; and text trimmed, as Llama 3 and Gemma do
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + (m['content'].split('</think>')[-1] | trim) }}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_what_a_template_leaves_out_of_an_answer_moves_no_edge(make_tokenizer: Make) -> None:
+    tokenizer = make_tokenizer(template=ANSWER_LAST)
+    talk = Conversation(
+        (
+            Turn("user", "  ran home "),
+            Turn("assistant", "<think>\nran home\n</think>\n\nran home\n"),
+            Turn("user", "ran home"),
+            Turn("assistant", "\n  away <|im_start|> away \n"),
+            Turn("user", ""),
+            Turn("assistant", "<think>\n\n</think>\n\n世界"),
+        )
+    )
+    [example] = encode(Encoder(tokenizer), talk)
+    assert learned(tokenizer, example) == "ran home<|im_end|>away <|im_start|> away<|im_end|>世界<|im_end|>"
+    [last] = encode(Encoder(tokenizer, trained_on="last"), talk)
+    assert last.input_ids.tolist() == example.input_ids.tolist()
+    assert learned(tokenizer, last) == "世界<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"padding_side": "left", "truncation_side": "left", "model_max_length": 4},
+        {"pad_token": "<unk>"},
+        {"pad_token": None},
+        {"pad_token": "<|im_start|>"},
+        {"add_bos_token": True, "add_eos_token": True},
+    ],
+)
+def test_how_a_tokenizer_pads_and_cuts_by_itself_changes_nothing(tokenizer: Any, settings: dict[str, Any]) -> None:
+    [whole] = encode(Encoder(tokenizer), TALK)
+    for name, value in settings.items():
+        setattr(tokenizer, name, value)
+    [again] = encode(Encoder(tokenizer), TALK)
+    assert again.input_ids.tolist() == whole.input_ids.tolist()
+    assert again.trained.tolist() == whole.trained.tolist()
+
+
 def test_truncation_left_on_by_another_call_is_undone(tokenizer: Any) -> None:
     [whole] = encode(Encoder(tokenizer), TALK)
     tokenizer("hello world the cat", truncation=True, max_length=2)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
 import sys
@@ -63,6 +64,38 @@ def test_case_027_leftover_files_of_a_folder_are_not_rows(tmp_path: Path, write_
     assert any("training_params.json was left out" in warning for warning in found.warnings)
     with pytest.raises(DataError, match="none that are known"):
         survey([tmp_path / "training_params.json"])
+
+
+def test_case_024_lists_printed_into_a_table_are_conversations_or_refused(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": 'say "a, b"'}, {"role": "assistant", "content": "c"}]
+    for name, printed, rows in (("json.csv", json.dumps(turns), 1), ("python.csv", str(turns), 0)):
+        path = tmp_path / name
+        with path.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file).writerows([["id", "messages"], ["1", printed]])
+        if rows:
+            assert (survey([path]).rows, survey([path]).roles) == (1, {"user": 1, "assistant": 1})
+        else:
+            with pytest.raises(DataError, match="'messages' holds a printed list that is not JSON"):
+                survey([path])
+
+
+@pytest.mark.parametrize(("asked", "answered"), [("user", "assistant"), ("human", "gpt"), ("prompter", "bot")])
+@pytest.mark.parametrize("names", [("role", "content"), ("from", "value"), ("role", "text")])
+def test_case_047_tags_are_known_without_being_named(
+    write_rows: Write, asked: str, answered: str, names: tuple[str, str]
+) -> None:
+    role, text = names
+    rows = [{"conversations": [{role: asked, text: f"q{n}"}, {role: answered, text: "a"}]} for n in range(5)]
+    found = survey([write_rows(rows)])
+    assert (found.rows, found.dropped, found.roles) == (5, {}, {"user": 5, "assistant": 5})
+
+
+def test_case_057_a_conversation_of_a_system_turn_alone_is_left_out_and_counted(write_rows: Write) -> None:
+    system = {"role": "system", "content": "Be kind."}
+    turns = [system, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    found = survey([write_rows([{"messages": turns}, {"messages": [system]}])])
+    assert (found.rows, found.dropped) == (1, {"no turn is the assistant's": 1})
+    assert found.dropped_rows == (("data.jsonl", 2, "no turn is the assistant's"),)
 
 
 def test_case_045_roles_are_counted_and_a_strange_one_is_told(write_rows: Write) -> None:

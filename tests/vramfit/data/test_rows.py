@@ -486,9 +486,21 @@ def test_case_001_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> No
     assert values(write(tmp_path, text, encoding="utf-8-sig")) == table
 
 
-def test_case_003_a_gbk_file_is_read(tmp_path: Path) -> None:
-    table = [{"text": f"plain {n}"} for n in range(19)] + [{"text": "这是一个例子"}]
-    assert values(write(tmp_path, _jsonl(table), encoding="gbk")) == table
+@pytest.mark.parametrize(
+    ("encoding", "text"),
+    [
+        ("gbk", "这是一个例子"),
+        ("gb18030", "这是一个例子，还有一句"),
+        ("cp1252", "Das wäre schön: £5 für zwei Brötchen"),
+        ("shift_jis", "これは一つの例です"),
+        ("utf-16", "这是一个例子"),
+    ],
+)
+@pytest.mark.parametrize("place", [0, 10, 19])
+def test_case_003_a_gbk_file_is_read(tmp_path: Path, encoding: str, text: str, place: int) -> None:
+    table = [{"text": f"plain {n}"} for n in range(20)]
+    table[place] = {"text": text}
+    assert values(write(tmp_path, _jsonl(table), encoding=encoding)) == table
 
 
 def test_case_009_a_trailing_comma_names_its_place(tmp_path: Path) -> None:
@@ -508,6 +520,10 @@ def test_case_011_a_column_of_several_types_is_text(tmp_path: Path) -> None:
 def test_case_013_a_very_long_record_is_read(tmp_path: Path) -> None:
     table = [{"text": "x" * 5_000_000}, {"text": "y"}]
     assert values(write(tmp_path, _jsonl(table))) == table
+    # And where it is damaged, what is told is its own place and reason, not that more data follows.
+    broken = _jsonl(table).replace('"}', '",}', 1)
+    first = read(write(tmp_path, broken))[0]
+    assert first == BadRow(tmp_path / "data", 1, 5_000_013, "a comma before a closing bracket")
 
 
 def test_case_015_a_compressed_file_has_all_its_rows(tmp_path: Path) -> None:

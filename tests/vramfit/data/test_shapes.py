@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vramfit.data.rows import Row, parse_json
+from vramfit.data.rows import Bytes, Row, parse_json
 from vramfit.data.shapes import ROLES, Conversation, Document, Dropped, Turn, merge_turns, recognise
 from vramfit.errors import DataError
 
@@ -244,6 +244,45 @@ def test_a_weight_that_cannot_be_is_a_reason_to_drop_the_row(weight: dict[str, A
     assert repr(next(iter(weight))) in found.reason
     asked = convert({"messages": [{"role": "user", "content": "q", **weight}, {"role": "assistant", "content": "a"}]})
     assert isinstance(asked, Conversation)  # questions are not learned, whatever they weigh
+
+
+def test_an_empty_answer_between_others_is_never_learned() -> None:
+    asked, empty, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": None}, "a"
+    found = convert({"messages": [asked, empty, asked, {"role": "assistant", "content": answer}]})
+    assert isinstance(found, Conversation)
+    assert [turn.weight for turn in found.turns if turn.role == "assistant"] == [0, 1]
+    history = convert({"instruction": "i", "output": "o", "history": [["q", " "], ["q", "a"]]})
+    assert isinstance(history, Conversation)
+    assert [turn.weight for turn in history.turns if turn.role == "assistant"] == [0, 1, 1]
+    merged = merge_turns([Turn("assistant", "", weight=0), Turn("assistant", "a"), Turn("assistant", " ", weight=0)])
+    assert merged == (Turn("assistant", "a"),)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_what_was_thought_stands_before_the_answer(key: str) -> None:
+    asked = {"role": "user", "content": "q", key: "not the assistant's"}
+    assert turns({"messages": [asked, {"role": "assistant", "content": "\na", key: "because\n"}]}) == [
+        ("user", "q"),
+        ("assistant", "<think>\nbecause\n</think>\n\na"),
+    ]
+    for nothing in (None, "", " ", ["x"]):
+        assert turns({"messages": [asked, {"role": "assistant", "content": "a", key: nothing}]})[1][1] == "a"
+    twice = {"role": "assistant", "content": "<think>b</think>a", key: "because"}
+    assert turns({"messages": [asked, twice]})[1][1] == "<think>b</think>a"
+
+
+def test_names_that_mean_the_system_turn_and_the_tools() -> None:
+    for name in ("system", "system_prompt", "system_message", "System_Prompt"):
+        assert turns({name: "s", "question": "q", "response": "a"})[0] == ("system", "s")
+    found = convert({**sharegpt("human", "gpt"), "functions": [{"name": "f", "parameters": {}}]})
+    assert isinstance(found, Conversation)
+    assert found.tools == ({"type": "function", "function": {"name": "f", "parameters": {}}},)
+
+
+def test_bytes_are_no_text_to_learn() -> None:
+    shape = recognise([row({"question": "q", "answer": "a"})])
+    found = shape.convert(Row({"question": "q", "answer": Bytes(bytes="3")}, Path("t.parquet"), 1))
+    assert found == Dropped("'answer' must be text, it is bytes that are no text")
 
 
 def test_joined_turns_keep_all_text_and_have_the_least_weight() -> None:
