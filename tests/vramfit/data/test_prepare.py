@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from vramfit.data.report import TooManyDropped
 from vramfit.errors import DataError
 
 Write = Callable[..., Path]
+ROOT = Path(__file__).parents[3]
 TALK = {"question": "hello the cat", "answer": "the cat ran away home"}
 
 
@@ -344,6 +348,50 @@ def test_case_144_preparing_works_in_spawned_processes(
         waiting = [pool.apply_async(prepare, (choice,), values) for values in settings]
         found = [one.get(timeout=120) for one in waiting]
     assert {data.fingerprint for data in found} == {run(path).fingerprint}
+
+
+def test_case_107_rows_sides_and_order_are_the_same_in_every_process(
+    run: Any, write_rows: Write, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Python's own hashes differ from process to process; nothing that is trained may follow them."""
+    path = write_rows([*talks(30), *talks(5)])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    program = (
+        "import sys; from pathlib import Path; from transformers import AutoTokenizer\n"
+        "from vramfit.config import DataChoice; from vramfit.data.batches import StepOrder\n"
+        "from vramfit.data.prepare import prepare\n"
+        "data = prepare(DataChoice(paths=(sys.argv[1],), eval_share=0.2), max_length=64, seed=7,\n"
+        "               tokenizer=AutoTokenizer.from_pretrained(sys.argv[2]), cache=Path(sys.argv[3]))\n"
+        "order = StepOrder([len(e) for e in data.train], sequences_per_step=4, seed=7, epochs=2)\n"
+        "print(data.fingerprint, [order.rows(step) for step in range(1, order.total_steps + 1)])\n"
+    )
+    said = set()
+    for salt in ("0", "1", "random"):
+        arguments = [str(path), str(tmp_path / "tokenizer"), str(tmp_path / f"cache {salt}")]
+        done = subprocess.run(
+            [sys.executable, "-c", program, *arguments],
+            env={**os.environ, "PYTHONHASHSEED": salt},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+        said.add(done.stdout)
+    [one] = said
+    assert one.startswith(run(path, seed=7, eval_share=0.2).fingerprint)
+    assert not one.startswith(run(path, seed=8, eval_share=0.2).fingerprint)
+
+
+def test_case_038_three_rows_packed_still_make_a_step(run: Any, write_rows: Write) -> None:
+    from vramfit.data.batches import StepOrder
+
+    rows = [{"text": f"the cat ran away home {n} " * 20} for n in range(3)]
+    data = run(write_rows(rows), max_length=2048, packing=True, eval_share=0.1)
+    assert 100 < data.report.row_tokens.median < 200
+    assert len(data.train) == 1
+    order = StepOrder([len(example) for example in data.train], sequences_per_step=2 * 4, seed=1, epochs=1)
+    assert (order.total_steps, list(order.rows(1))) == (1, [0])
 
 
 def test_case_110_a_streamed_file_has_a_length_before_the_first_step(run: Any, tmp_path: Path) -> None:
