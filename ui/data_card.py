@@ -1,4 +1,4 @@
-"""Survey and sample -> HTML: what the data is, how long its rows are, and any of the first rows as the model sees it.
+"""Survey and sample -> HTML: what the data is, how long its rows are, and any row of it as the model sees it.
 
 Pure functions. Everything that comes out of a file is escaped.
 """
@@ -6,20 +6,22 @@ Pure functions. Everything that comes out of a file is escaped.
 from __future__ import annotations
 
 import html
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Final
+from typing import Any, Final
 
-from ui.samples import Example, Sample
+from ui.samples import Sample
 from ui.texts import Texts
 from vramfit.config import DataChoice
 from vramfit.data.read import Survey, bad_row_list
+from vramfit.data.report import agreed_share
 from vramfit.units import format_count
 
 BARS: Final = 28
 LISTED: Final = 5
 """So many bad rows and warnings are shown."""
+UNASKED_SHARE: Final = DataChoice().most_dropped_share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +59,43 @@ class Totals:
     too_long_share: float
 
 
-def totals(sample: Sample, survey: Survey, choice: DataChoice, limit: int) -> Totals:
-    """Learned tokens as `too_long` leaves them (a text file's documents are never cut, they are spread)."""
-    rows = range(len(sample.lengths))
-    how = "split" if survey.format.startswith("text") and choice.too_long == "cut" else choice.too_long
-    kept = [row for row in rows if how != "drop" or sample.lengths[row] <= limit]
+def totals(sample: Sample, rows: int, choice: DataChoice, limit: int) -> Totals:
+    """Learned tokens of `rows` usable rows as `too_long` leaves them (a text's documents are spread, never cut)."""
+    how = "split" if sample.spread and choice.too_long == "cut" else choice.too_long
+    kept = [row for row, length in enumerate(sample.lengths) if how != "drop" or length <= limit]
     trained = sum(sample.trained_tokens(row, limit if how == "cut" else None) for row in kept)
-    scale = 1.0 if sample.whole else survey.rows / len(sample.lengths)
-    longer = sum(length > limit for length in sample.lengths)
-    return Totals(trained=round(trained * scale), too_long_share=longer / len(sample.lengths))
+    drawn = len(sample.lengths)
+    scale = 1.0 if sample.whole else rows / (drawn + len(sample.refused))
+    return Totals(trained=round(trained * scale), too_long_share=sum(n > limit for n in sample.lengths) / drawn)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """Rows that can be read and would not be trained on, by reason, of `rows` that can be read; `about` where they were
+    reckoned from a part."""
+
+    reasons: Counter[str]
+    rows: int
+    about: bool = False
+
+    @property
+    def count(self) -> int:
+        return self.reasons.total()
+
+    @property
+    def share(self) -> float:
+        return self.count / max(self.rows, 1)
+
+
+def left_out(survey: Survey, sample: Sample | None, choice: DataChoice, limit: int | None) -> LeftOut:
+    """What is left out for what rows hold, counted in all of them, and for what a model makes of them, in a sample."""
+    reasons = Counter(survey.dropped)
+    rows = survey.rows + reasons.total()
+    if sample is None or not (sample.lengths or sample.refused):
+        return LeftOut(reasons=reasons, rows=rows)
+    scale = 1.0 if sample.whole else survey.rows / (len(sample.lengths) + len(sample.refused))
+    found = {reason: round(count * scale) for reason, count in sample.left_out(choice, limit).items()}
+    return LeftOut(reasons=reasons + Counter(found), rows=rows, about=bool(found) and not sample.whole)
 
 
 def reading_card(texts: Texts, *, ask_again: int) -> str:
@@ -74,7 +104,7 @@ def reading_card(texts: Texts, *, ask_again: int) -> str:
 
 
 def data_card(
-    survey: Survey,
+    survey: Survey | None,
     texts: Texts,
     *,
     choice: DataChoice,
@@ -83,44 +113,69 @@ def data_card(
     trouble: str = "",
     ask_again: int | None = None,
 ) -> str:
-    """The whole card. Without a sample: what is known without a tokenizer, and why there is none (`trouble`)."""
+    """The whole card. What is not known yet is left open: the survey while all rows are being read, the sample while a
+    tokenizer counts, or why there is none (`trouble`)."""
     counted = sample if sample is not None and sample.lengths else None
-    body = [_head(survey, texts), _facts(survey, counted, texts, choice=choice, limit=limit)]
-    body.append(_bad_rows(survey, texts))
-    notes = [note for note in survey.warnings if " cannot be read, the first in " not in note]  # listed just above
-    body.append(_warnings([*notes, *(sample.notes if sample else ())]))
+    lost = left_out(survey, sample, choice, limit) if survey is not None else None
+    body = [_head(survey, sample, texts), _facts(survey, counted, lost, texts, choice=choice, limit=limit)]
+    if survey is not None and lost is not None:
+        body += [_bad_rows(survey, texts), _agreement(lost, choice, texts)]
+    body.append(_warnings(_notes(survey, sample, lost)))
     if counted is not None:
-        body.append(_lengths(counted, survey, texts, limit))
-        body.append(_examples(counted.examples, texts, limit=limit, cut=choice.too_long == "cut"))
+        body.append(_lengths(counted, texts, limit))
     elif trouble:
         body.append(f'<p class="vf-sub">{_esc(texts["data.no_tokens"])} {_esc(trouble)}</p>')
     elif ask_again is not None:
         body.append(f'<p class="vf-sub vf-data-counting">{_esc(texts["data.counting"])}</p>')
+    if sample is not None:
+        body.append(_preview(survey, sample, choice, limit, texts))
     body.append("" if ask_again is None else _again(ask_again))
-    measured = "" if counted is None else f' data-measured="{survey.content_hash[:12]}-{sum(counted.lengths)}"'
-    return f'<div class="vf-data"{measured}>{"".join(body)}</div>'
+    return f'<div class="vf-data"{_measured(survey, counted)}>{"".join(body)}</div>'
 
 
-def _head(survey: Survey, texts: Texts) -> str:
-    kinds = (survey.format.upper(), survey.encoding.upper(), survey.shape)
+def _measured(survey: Survey | None, sample: Sample | None) -> str:
+    """What changes when the estimate has to be made again."""
+    if survey is None or sample is None:
+        return ""
+    return f' data-measured="{survey.content_hash[:12]}-{sample.token}"'
+
+
+def _head(survey: Survey | None, sample: Sample | None, texts: Texts) -> str:
+    seen: Any = survey or sample
+    kinds = (seen.format.upper(), seen.encoding.upper(), seen.shape) if seen is not None else ()
     badges = "".join(f'<span class="vf-badge">{_esc(kind)}</span>' for kind in dict.fromkeys(kinds))
     return f'<div class="vf-data-head"><h3>{_esc(texts["data.title"])}</h3>{badges}</div>'
 
 
-def _facts(survey: Survey, sample: Sample | None, texts: Texts, *, choice: DataChoice, limit: int | None) -> str:
-    facts = [
-        ("data.rows", _count(survey.rows), ""),
-        ("data.bad", _count(survey.bad_rows), "bad" if survey.bad_rows else ""),
-        ("data.duplicates", _count(survey.duplicates), ""),
-    ]
-    if survey.dropped:
-        facts.append(("data.left_out", _count(sum(survey.dropped.values())), "bad"))
+def _facts(
+    survey: Survey | None,
+    sample: Sample | None,
+    lost: LeftOut | None,
+    texts: Texts,
+    *,
+    choice: DataChoice,
+    limit: int | None,
+) -> str:
+    open_ = texts["data.open"]
+    if survey is None or lost is None:
+        total = sample.total if sample is not None else None
+        facts = [("data.rows", open_ if total is None else _count(total), "")]
+        facts += [("data.bad", open_, ""), ("data.duplicates", open_, "")]
+    else:
+        facts = [
+            ("data.rows", _count(survey.rows), ""),
+            ("data.bad", _count(survey.bad_rows), "bad" if survey.bad_rows else ""),
+            ("data.duplicates", _count(survey.duplicates), ""),
+        ]
+        if lost.count:
+            facts.append(("data.left_out", ("≈ " if lost.about else "") + _count(lost.count), "bad"))
     if sample is not None:
         about = "" if sample.whole else "≈ "
-        if limit is not None:
-            found = totals(sample, survey, choice, limit)
+        rows = survey.rows if survey is not None else sample.total
+        if limit is not None and rows is not None:
+            found = totals(sample, rows, choice, limit)
             facts.append(("data.trained", about + format_count(found.trained), ""))
-            how = "data.too_long." + choice.too_long
+            how = "data.too_long." + ("split" if sample.spread and choice.too_long == "cut" else choice.too_long)
             facts.append((how, f"{about if found.too_long_share else ''}{found.too_long_share:.1%}", ""))
         ordered = sorted(sample.lengths)
         facts.append(("data.median", about + _count(ordered[(len(ordered) - 1) // 2]), ""))
@@ -129,6 +184,39 @@ def _facts(survey: Survey, sample: Sample | None, texts: Texts, *, choice: DataC
         for key, value, mark in facts
     )
     return f'<dl class="vf-data-facts">{items}</dl>'
+
+
+def _agreement(lost: LeftOut, choice: DataChoice, texts: Texts) -> str:
+    """The tick without which Start refuses to leave out that many rows."""
+    if lost.share <= UNASKED_SHARE:
+        return ""
+    about = "≈ " if lost.about else ""
+    values = {"count": about + _count(lost.count), "rows": _count(lost.rows), "share": f"{lost.share:.1%}"}
+    reasons = "".join(f"<li>{about}{_count(n)}: {_esc(why)}</li>" for why, n in lost.reasons.most_common(LISTED))
+    ticked = " checked" if lost.share <= choice.most_dropped_share else ""
+    rest = texts["data.agree"].format(count=about + _count(lost.rows - lost.count))
+    return (
+        f'<div class="vf-agree" id="field-agree"><b>{_esc(texts["data.lost"].format(**values))}</b>'
+        f'<ul>{reasons}</ul><label><input type="checkbox" data-set="data.most_dropped_share" '
+        f'data-on="{agreed_share(lost.share):g}" data-off="{UNASKED_SHARE:g}"{ticked}> {_esc(rest)}</label></div>'
+    )
+
+
+def _notes(survey: Survey | None, sample: Sample | None, lost: LeftOut | None) -> list[str]:
+    """Sentences of the survey and the sample, without what stands in the card anyway."""
+    notes: list[str] = []
+    if survey is not None:
+        listed = (" cannot be read, the first in ", *([" rows are left out: "] if _asks(lost) else []))
+        notes += [note for note in survey.warnings if not any(part in note for part in listed)]
+        if lost is not None and not _asks(lost):
+            more = lost.reasons - Counter(survey.dropped)
+            about = "About " if lost.about else ""
+            notes += [f"{about}{count:,} rows are left out: {reason}." for reason, count in more.most_common()]
+    return [*notes, *(sample.notes if sample is not None else ())]
+
+
+def _asks(lost: LeftOut | None) -> bool:
+    return lost is not None and lost.share > UNASKED_SHARE
 
 
 def _bad_rows(survey: Survey, texts: Texts) -> str:
@@ -151,7 +239,7 @@ def _warnings(warnings: Sequence[str]) -> str:
     return "".join(f'<p class="vf-note">{_esc(warning)}</p>' for warning in shown)
 
 
-def _lengths(sample: Sample, survey: Survey, texts: Texts, limit: int | None) -> str:
+def _lengths(sample: Sample, texts: Texts, limit: int | None) -> str:
     found = histogram(sample.lengths, limit)
     most = max(found.counts)
     bars = "".join(
@@ -165,7 +253,7 @@ def _lengths(sample: Sample, survey: Survey, texts: Texts, limit: int | None) ->
         line = f'<u style="left:{limit / found.top:.2%}" title="{_count(limit)}"></u>'
     key = "data.lengths" if limit is not None else "data.lengths.open"
     title = texts[key].format(limit="" if limit is None else _count(limit))
-    key = "data.all_rows" if sample.whole else "data.first_rows"
+    key = "data.all_rows" if sample.whole else "data.even_rows" if sample.even else "data.first_rows"
     label = texts[key].format(count=_count(len(sample.lengths)))
     top = f"{_count(found.top)}{'+' if max(sample.lengths) > found.top else ''}"
     return (
@@ -175,43 +263,31 @@ def _lengths(sample: Sample, survey: Survey, texts: Texts, limit: int | None) ->
     )
 
 
-def _examples(examples: Sequence[Example], texts: Texts, *, limit: int | None, cut: bool) -> str:
-    if not examples:
-        return ""
-    rows = []
-    for index, example in enumerate(examples):
-        title = texts["data.row"].format(line=example.line, tokens=_count(example.tokens))
-        hidden = " hidden" if index else ""
-        rows.append(
-            f'<div class="vf-row-view" data-title="{_esc(title)}"{hidden}>'
-            f"<pre>{_pieces(example, limit if cut else None)}</pre></div>"
-        )
-    struck = cut and limit is not None and any(example.tokens > limit for example in examples)
-    legend = f" <s>{_esc(texts['data.cut'])}</s>" if struck else ""
-    first = texts["data.row"].format(line=examples[0].line, tokens=_count(examples[0].tokens))
-    return (
-        f'<div class="vf-examples"><div class="vf-data-line"><b>{_esc(texts["data.preview"])}</b>'
-        f'<span class="vf-row-title">{_esc(first)}</span><span class="vf-turn">'
-        f'<button type="button" data-turn="-1" aria-label="{_esc(texts["data.previous"])}">‹</button>'
-        f'<button type="button" data-turn="1" aria-label="{_esc(texts["data.next"])}">›</button></span></div>'
-        f"{''.join(rows)}"
-        f'<div class="vf-sub"><mark>{_esc(texts["data.learned"])}</mark>'
-        f"{legend}</div></div>"
+def _preview(survey: Survey | None, sample: Sample, choice: DataChoice, limit: int | None, texts: Texts) -> str:
+    """The place for one row and the ways to choose it; assets/panel.js asks for it (row_view.py) and puts it in."""
+    total = sample.total
+    if survey is not None:
+        total = survey.rows + survey.bad_rows + sum(survey.dropped.values())
+    how = "split" if sample.spread and choice.too_long == "cut" else choice.too_long
+    jumps = ["random", "longest"] if sample.lengths else []
+    jumps += ["too_long"] if limit is not None and any(length > limit for length in sample.lengths) else []
+    if survey is None or survey.bad_rows or survey.dropped or sample.refused:
+        jumps.append("left_out")
+    buttons = "".join(
+        f'<button type="button" data-find="{one}">{_esc(texts["data.find." + one])}</button>' for one in jumps
     )
-
-
-def _pieces(example: Example, limit: int | None) -> str:
-    """The row's text: learned tokens marked, those beyond the limit struck."""
-    at, marked = 0, []
-    for text, learned, count in example.pieces:
-        beyond = limit is not None and at >= limit
-        marked.append(((learned and not beyond, beyond), text))
-        at += count
-    drawn = []
-    for (learned, beyond), run in groupby(marked, key=lambda item: item[0]):
-        text = _esc("".join(text for _, text in run))
-        drawn.append(f"<s>{text}</s>" if beyond else f"<mark>{text}</mark>" if learned else text)
-    return "".join(drawn) + ("" if at >= example.tokens else " …")
+    most = "" if total is None else f' max="{total}"'
+    of = "" if total is None else f"<span>{_esc(texts['data.of'].format(count=_count(total)))}</span>"
+    return (
+        f'<div class="vf-examples" data-token="{_esc(sample.token)}" data-limit="{"" if limit is None else limit}" '
+        f'data-how="{how}"><div class="vf-data-line"><b>{_esc(texts["data.preview"])}</b>'
+        f'<span class="vf-row-title"></span></div><div class="vf-row-tools"><span class="vf-turn">'
+        f'<button type="button" data-turn="-1" aria-label="{_esc(texts["data.previous"])}">‹</button>'
+        f'<label>{_esc(texts["data.row_number"])}<input type="number" min="1"{most} value="1" data-row></label>{of}'
+        f'<button type="button" data-turn="1" aria-label="{_esc(texts["data.next"])}">›</button></span>'
+        f'<span class="vf-jumps">{buttons}</span></div>'
+        f'<div class="vf-row-view"><p class="vf-sub">{_esc(texts["data.row_comes"])}</p></div></div>'
+    )
 
 
 def _again(number: int) -> str:

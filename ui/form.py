@@ -6,6 +6,7 @@ widget holds is a plain string (`texts` below); `read` turns all of them into a 
 
 from __future__ import annotations
 
+import json
 import math
 import types
 import typing
@@ -196,7 +197,28 @@ def _pair(spec: FieldSpec, line: str, words: Texts) -> tuple[str, str]:
     name, colon, column = line.partition(":")
     if not colon or not name.strip() or not column.strip():
         raise _problem(spec, words, "not_pair", line.strip())
-    return name.strip(), column.strip()
+    return name.strip(), _unquoted(column.strip())
+
+
+def pairs_text(pairs: Mapping[str, str]) -> str:
+    """Names and columns as a `pairs` widget holds them, one a line. A column's name that a line would change is quoted
+    as in JSON."""
+    return "\n".join(f"{name}: {_quoted(column)}" for name, column in pairs.items())
+
+
+def _quoted(column: str) -> str:
+    plain = column == column.strip() and len(column.splitlines()) == 1 and not column.startswith('"')
+    return column if plain else json.dumps(column, ensure_ascii=True)
+
+
+def _unquoted(column: str) -> str:
+    if not column.startswith('"'):
+        return column
+    try:
+        value = json.loads(column)
+    except ValueError:
+        return column
+    return value if isinstance(value, str) else column
 
 
 def _problem(spec: FieldSpec, words: Texts, kind: str, text: str = "") -> ConfigError:
@@ -225,7 +247,7 @@ def _shown(spec: FieldSpec, value: Any) -> str:
     if spec.kind == "lines":
         return "\n".join(value)
     if spec.kind == "pairs":
-        return "\n".join(f"{name}: {column}" for name, column in value.items())
+        return pairs_text(value)
     return str(value)
 
 

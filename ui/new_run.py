@@ -16,13 +16,18 @@ import gradio as gr
 from jobs.store import Store
 from jobs.supervisor import ensure_running
 from ui import form
-from ui.data_card import data_card, reading_card
+from ui.column_map import column_map
+from ui.data_card import data_card, left_out, reading_card
 from ui.estimate import error_card, forecast_card, later_card, problems_card
 from ui.form import FieldSpec
 from ui.preview import PLAN_PREFIX, Preview, Previewer
 from ui.runs import exports
+from ui.samples import Sample
 from ui.texts import Texts
 from vramfit.config import STARTER_MODEL, STARTER_QUESTIONS, STARTER_STORIES, RunConfig
+from vramfit.data.read import Survey
+from vramfit.data.report import TooManyDropped, check_dropped
+from vramfit.data.shapes import ColumnsError
 from vramfit.errors import ConfigError, DataError, HardwareError, ModelError, Problem, UserError, VramfitError
 from vramfit.hardware.catalogue import cards
 from vramfit.models.catalogue import known
@@ -42,7 +47,16 @@ _OF_DATA: Final = ("model.source", "model.revision", "data.")
 """Beginnings of the fields that decide what the data card shows."""
 
 _CHOSEN_APART: Final = ("model.source", "data.paths", "device")
-_FIELD_OF_ERROR: Final = ((DataError, "data.paths"), (ModelError, "model.source"), (HardwareError, "device"))
+_SET_BY_CARD: Final = ("data.columns", "data.most_dropped_share")
+"""Fields that the controls in the data card set."""
+
+_FIELD_OF_ERROR: Final = (
+    (ColumnsError, "data.columns"),
+    (TooManyDropped, "data.most_dropped_share"),
+    (DataError, "data.paths"),
+    (ModelError, "model.source"),
+    (HardwareError, "device"),
+)
 
 
 class NewRun:
@@ -127,6 +141,13 @@ class NewRun:
                 elem_id=_field_id(spec.path),
             )
             self.upload = gr.UploadButton(texts["new.upload"], file_count="multiple", size="sm", elem_id="upload")
+        self.columns = gr.HTML(
+            "",
+            elem_id="field-columns",
+            elem_classes="vf-wide",
+            apply_default_css=False,
+            js_on_load="window.VF.mountColumns(element, watch, trigger)",
+        )
         self.data_card = gr.HTML(
             self._reading(),  # the page asks for the rest as soon as it is drawn
             elem_id="data-card",
@@ -210,10 +231,16 @@ class NewRun:
             [*of_data, self.data_choice.change, self.data_card.click],
             self._guard(self.on_data, self.answer),
             inputs=self.inputs,
-            outputs=[self.data_card],
+            outputs=[self.data_card, self.columns],
             trigger_mode="always_last",
             **quick,
         )
+        for control in (self.columns, self.data_card):
+            control.submit(
+                self._guard(self.on_set, self.answer),
+                outputs=[*(self.widgets[path] for path in _SET_BY_CARD), self.answer],
+                **quick,
+            )
         self.widgets["model.source"].input(
             self._guard(self.on_model, self.answer),
             inputs=self.inputs,
@@ -263,17 +290,19 @@ class NewRun:
         try:
             config, _ = self._config(values)
             survey = self.previewer.survey(config)
+        except ColumnsError as error:
+            return {self.data_card: "", self.columns: self._open_columns(error, config)}
         except VramfitError:
-            return {self.data_card: ""}  # the estimate says it, at the field
+            return {self.data_card: "", self.columns: ""}  # the estimate says it, at the field
         limit, sample, trouble = None, None, ""
         try:
             limit = self.previewer.limit(config)
             sample = self.previewer.samples.ask(config)  # begins beside the survey, on another core
         except VramfitError as error:
             trouble = str(Problem(field="", what=error.what, remedy=error.remedy))
-        if survey is None:
+        if survey is None and sample is None:
             return {self.data_card: self._reading()}
-        ask_again = next(self._number) if sample is None and not trouble else None
+        waits = survey is None or (sample is None and not trouble)
         card = data_card(
             survey,
             self.texts,
@@ -281,9 +310,27 @@ class NewRun:
             limit=limit,
             sample=sample,
             trouble=trouble,
-            ask_again=ask_again,
+            ask_again=next(self._number) if waits else None,
         )
-        return {self.data_card: card}
+        return {self.data_card: card, self.columns: self._folded_columns(config, survey, sample)}
+
+    def _open_columns(self, error: ColumnsError, config: RunConfig) -> str:
+        own = {part: column for part, column in config.data.columns.items() if column in error.columns}
+        return column_map(error.columns, own or error.guess, self.texts, chosen=bool(own), unknown=True)
+
+    def _folded_columns(self, config: RunConfig, survey: Survey | None, sample: Sample | None) -> str:
+        """The recognised columns, where there are any and they are known by now."""
+        if survey is None or sample is None or sample.spread or config.data.paths[0].startswith("starter:"):
+            return ""
+        return column_map(sample.columns, survey.columns, self.texts, chosen=bool(config.data.columns))
+
+    def on_set(self, event: gr.EventData) -> Updates:
+        """A control in the data card sets a field of the form; the answers to the change follow by themselves."""
+        path, value = str(event.field), event.value
+        if path not in _SET_BY_CARD:
+            raise UserError(f"{path} is no field that the data card sets", "Reload the page.")
+        text = form.pairs_text(value) if isinstance(value, dict) else str(value)
+        return {self.widgets[path]: text}
 
     def _reading(self) -> str:
         return reading_card(self.texts, ask_again=next(self._number))
@@ -311,11 +358,20 @@ class NewRun:
                 name = card.removeprefix(PLAN_PREFIX)
                 raise UserError(self.texts["estimate.plan_only"].format(name=name))
             preview = self.previewer.preview(config, card)
+            self._check_left_out(config)
         except VramfitError as error:
             return {self.estimate: self._error_html(error), self.answer: ""}
         run = self._add_once(config, preview, session=str(request.session_hash))
         ensure_running(self.store.data_dir)
         return {self.estimate: self._forecast_html(preview), self.answer: self._order("open", str(run))}
+
+    def _check_left_out(self, config: RunConfig) -> None:
+        """Raises TooManyDropped for rows that are lost as far as that is known by now. The run counts all of them."""
+        survey, sample = self.previewer.survey(config), self.previewer.samples.known(config)
+        if survey is None:
+            return
+        lost = left_out(survey, sample, config.data, self.previewer.limit(config))
+        check_dropped(lost.reasons, rows=lost.rows, choice=config.data, about=lost.about)
 
     def on_download(self, values: Values) -> Updates:
         """The form as a YAML file for `python -m vramfit train`. The card is left to that machine."""

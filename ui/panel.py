@@ -40,6 +40,7 @@ from ui.estimate import notice_card
 from ui.monitor import Cursor, resume, run_view, stop
 from ui.new_run import NewRun
 from ui.preview import Previewer
+from ui.row_view import Find, row_view
 from ui.runs import runs_view
 from ui.texts import LANGUAGES, Texts, preferred, texts_of
 from vramfit import __version__
@@ -332,6 +333,17 @@ def _add_routes(app: FastAPI, services: Services) -> None:
     @app.get("/vramfit/data/runs")
     def runs(lang: str = "en") -> Response:
         return _answer(services, lang, lambda texts: runs_view(store, texts))
+
+    @app.get("/vramfit/data/row/{token}")
+    def row(
+        token: str, lang: str = "en", number: Number = 1, limit: Number | None = None, how: str = "cut", find: Find = ""
+    ) -> Response:
+        samples = services.previewer.samples
+        return _answer(
+            services,
+            lang,
+            lambda texts: row_view(samples, texts, token=token, number=number, limit=limit, how=how, find=find),
+        )
 
     @app.get("/vramfit/data/run/{run}")
     def run(

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ui.data_card import data_card, histogram, reading_card, totals
-from ui.samples import Example, Sample
+from ui.data_card import data_card, histogram, left_out, reading_card, totals
+from ui.samples import Sample
 from ui.texts import texts_of
 from vramfit.config import DataChoice
 from vramfit.data.read import Survey, guess_workload, survey
@@ -29,11 +29,12 @@ def _sample(*, whole: bool = True, **changes: Any) -> Sample:
     values: dict[str, Any] = {
         "lengths": (10, 20, 40, 100),
         "trained": ((5, 10), (5, 10, 15, 20), (30, 40), (50, 100)),
-        "notes": (),
-        "examples": (
-            Example(file="a", line=1, tokens=4, pieces=(("ask ", False, 1), (EVIL, True, 2), ("end", True, 1))),
-            Example(file="a", line=2, tokens=900, pieces=(("long", True, 1),)),
-        ),
+        "numbers": (0, 2, 4, 9),
+        "token": "t0k",
+        "format": "jsonl",
+        "encoding": "utf-8",
+        "shape": "text",
+        "total": 11,
     }
     return Sample(whole=whole, **{**values, **changes})
 
@@ -47,11 +48,14 @@ def test_every_row_is_in_the_histogram_and_the_limit_in_sight() -> None:
 
 
 @pytest.mark.parametrize(("how", "trained"), [("cut", 5 + 10 + 10 + 0), ("drop", 5 + 10 + 10), ("split", 75)])
-def test_trained_tokens_follow_what_happens_to_long_rows(found: Survey, how: str, trained: int) -> None:
+def test_trained_tokens_follow_what_happens_to_long_rows(how: str, trained: int) -> None:
     choice = DataChoice(paths=("x",), too_long=how)
-    assert totals(_sample(), found, choice, 40).trained == trained
-    assert totals(_sample(), found, choice, 40).too_long_share == 0.25
-    assert totals(_sample(whole=False), found, choice, 40).trained == round(trained * found.rows / 4)
+    assert totals(_sample(), 10, choice, 40).trained == trained
+    assert totals(_sample(), 10, choice, 40).too_long_share == 0.25
+    assert totals(_sample(whole=False), 10, choice, 40).trained == round(trained * 10 / 4)
+    refused = _sample(whole=False, refused=((7, "no"),))
+    assert totals(refused, 10, choice, 40).trained == round(trained * 10 / 5)
+    assert totals(_sample(format="text"), 10, choice, 40).trained == (25 if how == "drop" else 75)
 
 
 def test_a_row_is_learned_where_its_tokens_are() -> None:
@@ -61,21 +65,37 @@ def test_a_row_is_learned_where_its_tokens_are() -> None:
 
 def test_the_card_says_it_all_and_no_text_is_markup(found: Survey) -> None:
     for language in ("en", "zh"):
-        card = data_card(found, texts_of(language), choice=DataChoice(paths=("x",)), limit=40, sample=_sample())
+        sample = _sample(notes=(EVIL,))
+        card = data_card(found, texts_of(language), choice=DataChoice(paths=("x",)), limit=40, sample=sample)
         assert "<img" not in card
         assert "&lt;img src=x" in card
         for shown in ("JSONL", "UTF-8", "question/answer", "11", ">10<", ">1<", "25.0%"):
             assert shown in card, shown
-        assert card.count('class="vf-row-view"') == 2
-        assert card.count("</button>") == 2
+        assert 'data-token="t0k" data-limit="40" data-how="cut"' in card
+        assert 'max="11"' in card
+        found_by = [name for name in ("random", "longest", "too_long", "left_out") if f'data-find="{name}"' in card]
+        assert found_by == ["random", "longest", "too_long", "left_out"]
 
 
-def test_learned_tokens_are_marked_and_those_beyond_the_limit_struck(found: Survey) -> None:
-    choice = DataChoice(paths=("x",))
-    card = data_card(found, texts_of("en"), choice=choice, limit=3, sample=_sample())
-    assert "ask <mark>&lt;img" in card
-    assert "</mark><s>end</s>" in card
-    assert "<mark>long</mark> …" in card  # more tokens than were sent
+@pytest.mark.parametrize(
+    ("changes", "label"),
+    [
+        ({"whole": True}, "all 4 rows"),
+        ({"whole": False}, "4 rows drawn evenly"),
+        ({"whole": False, "even": False}, "from the first 4 rows"),
+    ],
+)
+def test_the_card_says_what_the_numbers_stand_for(found: Survey, changes: dict[str, bool], label: str) -> None:
+    card = data_card(found, texts_of("en"), choice=DataChoice(paths=("x",)), limit=40, sample=_sample(**changes))
+    assert label in card
+    assert ("≈" in card) != changes["whole"]
+
+
+def test_before_all_rows_are_read_it_shows_what_the_sample_saw() -> None:
+    card = data_card(None, texts_of("en"), choice=DataChoice(paths=("x",)), limit=40, sample=_sample(), ask_again=3)
+    for shown in ("JSONL", "UTF-8", ">11<", ">…<", 'data-again="3"', "vf-hist", 'data-token="t0k"'):
+        assert shown in card, shown
+    assert "data-measured" not in card
 
 
 def test_without_a_sample_it_says_why_or_asks_again(found: Survey) -> None:
@@ -89,8 +109,43 @@ def test_without_a_sample_it_says_why_or_asks_again(found: Survey) -> None:
     assert 'data-again="8"' in reading_card(texts_of("en"), ask_again=8)
 
 
+@pytest.fixture
+def lossy(tmp_path: Path) -> Survey:
+    path = tmp_path / "lossy.jsonl"
+    rows = [{"question": f"q {n}", "answer": "a" if n % 4 else None} for n in range(40)]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return survey([path])
+
+
+def test_rows_that_are_left_out_are_counted_and_reckoned(lossy: Survey) -> None:
+    choice = DataChoice(paths=("x",))
+    lost = left_out(lossy, None, choice, 40)
+    assert (lost.count, lost.rows, lost.share, lost.about) == (10, 40, 0.25, False)
+    part = _sample(whole=False, refused=((7, "no"), (8, "no")))
+    assert left_out(lossy, part, choice, 40).reasons == {"'answer' is null or missing": 10, "no": 10, BEYOND: 5}
+    assert left_out(lossy, part, choice, 40).about
+    exact = _sample(refused=((7, "no"),))
+    assert left_out(lossy, exact, choice, None).reasons == {"'answer' is null or missing": 10, "no": 1}
+    assert not left_out(lossy, exact, choice, None).about
+
+
+BEYOND = "what is to be learned lies beyond the maximum length of 40 tokens"
+
+
+def test_many_rows_left_out_ask_for_a_tick(found: Survey, lossy: Survey) -> None:
+    texts = texts_of("en")
+    card = data_card(lossy, texts, choice=DataChoice(paths=("x",)), limit=40)
+    assert "10 of 40 rows (25.0%) would be left out:" in card
+    assert "Train on the rest (30 rows)" in card
+    assert 'data-on="0.3" data-off="0.05">' in card
+    assert card.count("is null or missing") == 1 + 5  # the reason once, and the rows that are listed
+    agreed = data_card(lossy, texts, choice=DataChoice(paths=("x",), most_dropped_share=0.3), limit=40)
+    assert 'data-off="0.05" checked>' in agreed
+    assert "vf-agree" not in data_card(found, texts, choice=DataChoice(paths=("x",)), limit=40)
+
+
 def test_a_sample_without_a_usable_row_is_no_error(found: Survey) -> None:
-    empty = _sample(lengths=(), trained=(), examples=(), notes=("No luck.",))
+    empty = _sample(lengths=(), trained=(), numbers=(), notes=("No luck.",))
     assert "No luck." in data_card(found, texts_of("en"), choice=DataChoice(paths=("x",)), limit=40, sample=empty)
 
 

@@ -153,43 +153,112 @@
     after();
   };
 
-  // ---- New run: the data card asks until it is whole, turns its rows, and tells the estimate of measured lengths ----
+  // ---- New run: the data card asks until it is whole, shows any row, and tells the estimate of measured lengths -------
   VF.mountData = (element, watch, trigger) => {
     let again = 0;
-    let row = 0;
     let measured = "";
+    let shown = null; // the row in sight: {key, number, html, title}
+    let asked = 0;
     const askAgain = () => {
       if (!element.querySelector("[data-again]")) return;
       if (document.hidden || VF.place().page !== "new") again = setTimeout(askAgain, 1000);
       else trigger("click", {});
     };
-    const turn = (by) => {
-      const rows = [...element.querySelectorAll(".vf-row-view")];
-      if (!rows.length) return;
-      row = Math.min(Math.max(row + by, 0), rows.length - 1);
-      rows.forEach((view, index) => VF.show(view, index === row));
-      VF.text(element.querySelector(".vf-row-title"), rows[row].dataset.title);
-      for (const button of element.querySelectorAll("[data-turn]")) {
-        button.disabled = row + Number(button.dataset.turn) < 0 || row + Number(button.dataset.turn) >= rows.length;
+    const place = () => element.querySelector(".vf-examples");
+    const keyOf = ({ token, limit, how }) => `${token} ${limit} ${how}`;
+    const put = () => {
+      const box = place();
+      if (!box || !shown) return;
+      box.querySelector(".vf-row-view").innerHTML = shown.html;
+      VF.text(box.querySelector(".vf-row-title"), shown.title);
+      const field = box.querySelector("[data-row]");
+      field.value = shown.number;
+      const [back, on] = box.querySelectorAll("[data-turn]");
+      back.disabled = shown.number <= 1;
+      on.disabled = field.max !== "" && shown.number >= Number(field.max);
+      box.dataset.shown = shown.number;
+    };
+    // `find`: "" for the row of that number itself; else what is looked for from there on.
+    const show = async (number, find = "") => {
+      const box = place();
+      if (!box) return;
+      const key = keyOf(box.dataset);
+      const mine = ++asked;
+      box.classList.add("vf-row-waits");
+      try {
+        const { token, limit, how } = box.dataset;
+        const row = await VF.fetch(`row/${token}`, { number, limit: limit || null, how, find: find || null });
+        if (mine !== asked || !place() || keyOf(place().dataset) !== key) return;
+        if (row.note) VF.text(place().querySelector(".vf-row-title"), row.note);
+        else {
+          shown = { key, ...row };
+          put();
+        }
+      } catch (error) {
+        if (mine !== asked || !place()) return;
+        VF.text(place().querySelector(".vf-row-title"), error.message);
+      } finally {
+        if (mine === asked) place()?.classList.remove("vf-row-waits");
       }
     };
+    const wanted = (field) => {
+      const number = Math.max(Math.round(Number(field.value)) || 1, 1);
+      return field.max === "" ? number : Math.min(number, Number(field.max));
+    };
     element.addEventListener("click", (event) => {
-      const button = event.target.closest("[data-turn]");
-      if (button) turn(Number(button.dataset.turn));
+      const button = event.target.closest("[data-turn],[data-find]");
+      if (!button) return;
+      const field = place().querySelector("[data-row]");
+      const now = shown?.number ?? 1;
+      if (button.dataset.turn) show(now + Number(button.dataset.turn));
+      else if (button.dataset.find === "random") show(1 + Math.floor(Math.random() * (Number(field.max) || now)));
+      else show(now, button.dataset.find);
+    });
+    element.addEventListener("change", (event) => {
+      event.stopPropagation();
+      if (event.target.matches("[data-row]")) show(wanted(event.target));
+      const { set, on, off } = event.target.dataset;
+      if (set) trigger("submit", { field: set, value: event.target.checked ? on : off });
     });
     const after = () => {
       const now = element.querySelector(".vf-data")?.dataset.measured ?? "";
-      if (now && now !== measured) {
-        row = 0;
-        VF.askEstimate?.();
-      }
+      if (now && now !== measured) VF.askEstimate?.();
       measured = now;
-      turn(0);
+      const box = place();
+      if (box) {
+        if (shown?.key === keyOf(box.dataset)) put();
+        else show(shown && shown.key.startsWith(`${box.dataset.token} `) ? shown.number : 1);
+      }
       clearTimeout(again);
-      again = setTimeout(askAgain, 500);
+      again = setTimeout(askAgain, 300);
     };
     watch("value", after);
     after();
+  };
+
+  // ---- New run: which column is which. What is chosen is handed to the form when its button is pressed ---------------
+  VF.mountColumns = (element, watch, trigger) => {
+    const shown = () => element.querySelector("[data-for]:not([hidden])");
+    const check = () => {
+      const button = element.querySelector("[data-use]");
+      if (button) button.disabled = [...shown().querySelectorAll("[data-needed]")].some((part) => !part.value);
+    };
+    element.addEventListener("change", (event) => {
+      event.stopPropagation();
+      if (event.target.matches("[data-kind]")) {
+        for (const parts of element.querySelectorAll("[data-for]")) parts.hidden = parts.dataset.for !== event.target.value;
+      }
+      check();
+    });
+    element.addEventListener("click", (event) => {
+      const button = event.target.closest("[data-use],[data-forget]");
+      if (!button) return;
+      const chosen = [...shown().querySelectorAll("[data-part]")].filter((part) => part.value);
+      const value = Object.fromEntries(chosen.map((part) => [part.dataset.part, part.value]));
+      trigger("submit", { field: "data.columns", value: "forget" in button.dataset ? {} : value });
+    });
+    watch("value", check);
+    check();
   };
 
   VF.markFields = (element) => {
@@ -202,7 +271,13 @@
       field.append(VF.make("div", { class: "vf-field-problem", role: "alert" }, item.textContent));
     }
   };
-  VF.fieldId = (path) => `field-${(path === "data.paths" && !visible("field-data-paths") ? "data-choice" : path).replaceAll(".", "-")}`;
+  // Where a field's problem is told: at the control in sight that sets it.
+  const INSTEAD = { "data.columns": "field-columns", "data.most_dropped_share": "field-agree" };
+  VF.fieldId = (path) => {
+    if (path === "data.paths" && !visible("field-data-paths")) return "field-data-choice";
+    if (INSTEAD[path] && visible(INSTEAD[path])) return INSTEAD[path];
+    return `field-${path.replaceAll(".", "-")}`;
+  };
   const visible = (id) => document.getElementById(id)?.offsetParent != null;
 
   // The answer to a pressed button: a run to open, a file to save, or a card to read.
