@@ -26,7 +26,8 @@ def attach_adapters(
 ) -> nn.Module:
     """Freeze `model` and put LoRA (W + alpha / rank * B A) beside the target linears; adapters are fp32.
 
-    `targets` are names such as q_proj, or "all-linear": every linear but the head. `seed` decides the random start
+    `targets` are names such as q_proj, or "all-linear": every linear but the head and the experts that are kept in one
+    tensor (peft would add the adapters to a copy of all their weights, in every block). `seed` decides the random start
     of A (B starts at zero, so the model's output does not change). Raises ModelError when a target matches nothing.
     """
     check_targets(model, targets)
@@ -39,13 +40,25 @@ def attach_adapters(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
-        target_modules=ALL_LINEAR if targets == ALL_LINEAR else list(targets),
+        target_modules=_all_linears(model) if targets == ALL_LINEAR else list(targets),
     )
     with warnings.catch_warnings():
         # peft 0.21 reads a name that transformers 5.24 has renamed. Nothing a user could act on.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
         adapted: nn.Module = peft.get_peft_model(model, config)
     return adapted
+
+
+def _all_linears(model: nn.Module) -> str | list[str]:
+    """What to call all linears for peft: its own word, or where there are experts their full names, because peft takes
+    a name's ending for the experts' too."""
+    has_experts = any(parameter.ndim == 3 for parameter in model.parameters())
+    if not has_experts:
+        return ALL_LINEAR
+    whole: Any = model
+    head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
+    names = dict(model.named_modules())
+    return [name for name in linear_names(model) if names[name] is not head]
 
 
 def check_targets(model: nn.Module, targets: Sequence[str] | str) -> None:
