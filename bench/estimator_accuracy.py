@@ -1,33 +1,99 @@
 """The estimator against published measurements: python bench/estimator_accuracy.py ROWS.csv [--oom OOM.csv] [--json]
 
-Each row of the reference columns becomes an Architecture, a Plan and the record of the program that ran; the closed
-form predicts what was measured (allocated, or the allocator's reserved figure). Writes docs/accuracy.md with --write.
+Each row of the reference columns becomes a model, a plan and the record of the program that ran (`reference_rows.py`).
+The closed form predicts allocated; the allocator's simulation the reserved figure and whether a run completes on its
+card; the speed model tokens/s. Errors are relative, weights are `dedup_weight`. Without --json a table is printed and
+`docs/accuracy.md` written, with its scatter plot beside it.
+
+Rows whose length is only a cap are judged from one side and reported apart: the estimate at the cap must not be below
+what was measured. Rows of an unknown metric or of quality C are predicted, and judged nowhere.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import json
+import math
+import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent))
 
-from reference_rows import Row, Unusable, run_of
+from accuracy_page import write_page
+from reference_rows import Row, Run, Unusable, run_of
+from reference_speed import compare_speed, speed_summary
 
-from vramfit.models.architecture import Architecture
+from vramfit.hardware import catalogue as cards
+from vramfit.planning.cap import LEAST_OUTSIDE_BYTES, CapOfRun
 from vramfit.planning.memory import estimate_memory
-from vramfit.planning.plan import MemoryEstimate, Plan
 from vramfit.units import GIB
 
-def predicted(row: Row) -> tuple[MemoryEstimate, Plan, Architecture]:
-    """The estimate of a row. Raises Unusable."""
+DOCS: Final = Path(__file__).parent.parent / "docs"
+_VISIBLE: Final = 0.985
+"""What of a card's memory as sold a program can see: 79.15 of 80, 39.39 of 40, 23.64 of 24 GiB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What is predicted for a row, in GiB: `figure` is that of the row's metric."""
+
+    figure_gib: float
+    allocated_gib: float
+    phase: str
+
+
+def predict_memory(row: Row) -> Memory:
+    """Allocated from the closed form; reserved, where that was measured, from the allocator's simulation under the
+    row's card, and with the context beside it where the driver was asked. Raises Unusable."""
     run = run_of(row)
     estimate = estimate_memory(run.architecture, run.plan, run.workload, program=run.program)
-    return estimate, run.plan, run.architecture
+    figure = float(estimate.peak_bytes)
+    if row["metric"] in ("reserved", "nvidia-smi"):
+        cap = _cap(run)
+        figure = float(cap.reserved_bytes((card_gib(row) or math.inf) * GIB))
+        figure += cap.outside if row["metric"] == "nvidia-smi" else 0
+    return Memory(figure_gib=figure / GIB, allocated_gib=estimate.peak_bytes / GIB, phase=estimate.peak.name)
+
+
+def completes(row: Row, card_gib: float) -> bool:
+    """Whether the row's run is predicted to complete on a card with `card_gib`. Raises Unusable."""
+    return _cap(run_of(row)).completes(card_gib * GIB)
+
+
+@lru_cache(maxsize=8)
+def _cap(run: Run) -> CapOfRun:
+    return CapOfRun(
+        run.architecture,
+        run.plan,
+        run.workload,
+        program=run.program,
+        evaluates=False,
+        outside=LEAST_OUTSIDE_BYTES,
+    )
+
+
+def card_gib(row: Row) -> float | None:
+    """Memory of the row's card as a program sees it; None when its name does not tell, or what was measured is more."""
+    name = row["gpu_model"]
+    stated = re.search(r"\(([\d.]+) ?G[Bi]", name) or re.search(r"(\d+) ?GB?\b", name)
+    card = cards.find(name)
+    if stated:
+        found = float(stated[1]) * (1.0 if "(" in name else _VISIBLE)
+    elif card:
+        found = card.memory_gib * _VISIBLE
+    else:
+        return None
+    return found if found >= float(row["peak_gib"]) else None
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +114,15 @@ class Compared:
     error: float
     phase: str
 
+    @property
+    def judged(self) -> bool:
+        """Whether it counts: good quality, exact lengths, a known metric."""
+        return self.quality in ("A", "B") and not self.capped and self.metric != "unknown"
+
 
 def compare(row: Row) -> Compared:
     """Predicted against measured. Raises Unusable."""
-    estimate, _, _ = predicted(row)
-    measured = float(row["peak_gib"])
-    there = (estimate.peak_bytes if row["metric"] == "allocated" else estimate.device_bytes) / GIB
+    found, measured = predict_memory(row), float(row["peak_gib"])
     return Compared(
         id=row["id"],
         source=row["source_url"],
@@ -65,9 +134,9 @@ def compare(row: Row) -> Compared:
         capped=row["seq_len_is_cap"] == "1",
         weight=float(row["dedup_weight"] or 1),
         measured_gib=measured,
-        predicted_gib=there,
-        error=there / measured - 1,
-        phase=estimate.peak.name,
+        predicted_gib=found.figure_gib,
+        error=found.figure_gib / measured - 1,
+        phase=found.phase,
     )
 
 
@@ -94,28 +163,109 @@ def summary(rows: Iterable[Compared], *, balanced: bool = False) -> dict[str, An
     return {"n": len(chosen), "median": quantile(pairs, 0.5), "p90": quantile(pairs, 0.9)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("rows", type=Path)
-    parser.add_argument("--oom", type=Path)
-    parser.add_argument("--only", default="", help="rows whose program contains this")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    compared, skipped = [], []
-    for row in csv.DictReader(options.rows.open(encoding="utf-8")):
-        if options.only not in row["program"]:
-            continue
+def by(rows: Iterable[Compared], field: str) -> dict[str, dict[str, Any]]:
+    """A summary for every value of `field`."""
+    chosen = list(rows)
+    values = sorted({getattr(row, field) for row in chosen})
+    return {value: summary(row for row in chosen if getattr(row, field) == value) for value in values}
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+def report(rows: list[Row], failed: list[Row]) -> tuple[dict[str, Any], list[Compared]]:
+    """(what --json prints, the compared rows)."""
+    compared, skipped, speeds = [], [], []
+    for row in rows:
         try:
             compared.append(compare(row))
         except Unusable as reason:
             skipped.append({"id": row["id"], "reason": str(reason)})
-    for row in compared:
+            continue
+        try:
+            if row["tokens_per_s"] and row["quality"] in ("A", "B"):
+                speeds.append(compare_speed(row))
+        except Unusable:  # no such card in the catalogue: there is no rate to predict with
+            continue
+    judged = [row for row in compared if row.judged]
+    found = {
+        "allocated_A": summary(row for row in judged if row.quality == "A" and row.metric == "allocated"),
+        "all_AB": summary(judged, balanced=True),
+        "oom": failures(failed, skipped),
+        "completed": alarms(rows),
+        "speed": {key: value for key, value in speed_summary(speeds).items() if key != "pairs"},
+        "by": {field: by(judged, field) for field in ("source", "method", "recompute", "metric", "program")},
+        "rows": [
+            {key: getattr(row, key) for key in ("id", "measured_gib", "predicted_gib", "error", "phase")}
+            for row in compared
+        ],
+        "skipped": skipped,
+    }
+    return found, compared
+
+
+def failures(rows: Iterable[Row], skipped: list[dict[str, str]]) -> dict[str, int]:
+    """Of the runs that likely ran out of memory, how many are predicted not to fit."""
+    n = caught = 0
+    for row in rows:
+        if row["likely_oom"] != "1":
+            continue
+        try:
+            caught += not completes(row, float(row["card_gib"]))
+            n += 1
+        except Unusable as reason:
+            skipped.append({"id": row["id"], "reason": str(reason)})
+    return {"n": n, "caught": caught}
+
+
+def alarms(rows: Iterable[Row]) -> dict[str, int]:
+    """Of the runs that completed on a card of known size, how many are predicted not to."""
+    n = false = 0
+    for row in rows:
+        if row["quality"] not in ("A", "B") or row["seq_len_is_cap"] == "1":
+            continue
+        size = card_gib(row)
+        try:
+            if size is not None:
+                false += not completes(row, size)
+                n += 1
+        except Unusable:  # it is among the skipped already
+            continue
+    return {"n": n, "false_alarms": false}
+
+
+def read(path: Path | None) -> list[Row]:
+    if path is None:
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def print_rows(rows: Iterable[Compared]) -> None:
+    for row in rows:
         print(
-            f"{row.id} {row.quality} {row.program:36} {row.method:6} {row.metric:9} "
-            f"{row.measured_gib:7.2f} {row.predicted_gib:7.2f} {row.error:+7.1%} {row.phase}"
+            f"{row.id} {row.quality}{' cap' if row.capped else '    '} {row.program:38.38} {row.method:6} "
+            f"{row.metric:9} {row.measured_gib:7.2f} {row.predicted_gib:7.2f} {row.error:+7.1%} {row.phase}"
         )
-    print(summary(row for row in compared if row.quality == "A" and row.metric == "allocated"))
-    print(skipped)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("--oom", type=Path, help="rows of runs that did not complete")
+    parser.add_argument("--only", default="", help="rows whose program contains this; writes no page")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows = [row for row in read(options.rows) if options.only in row["program"]]
+    found, compared = report(rows, [row for row in read(options.oom) if options.only in row["program"]])
+    if options.json:
+        print(json.dumps(found, indent=1))
+        return
+    print_rows(compared)
+    for key in ("allocated_A", "all_AB", "oom", "completed", "speed", "skipped"):
+        print(key, found[key])
+    if not options.only:
+        write_page(DOCS, found, compared)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,8 @@ def run_of(row: Row) -> Run:
     architecture = catalogue.find(row["model_id"])
     if architecture is None:
         raise Unusable(f"the catalogue has no {row['model_id']}")
+    if architecture.experts:  # the libraries of these runs had a module for each
+        architecture = replace(architecture, experts=replace(architecture.experts, modules=True))
     program = program_of(row)
     if program.unties_head:
         architecture = replace(architecture, tied_embeddings=False)
@@ -65,6 +67,7 @@ _NAMED: Final = (
     ("qwen", "qwen"),
     ("megatron", "megatron"),
     ("nemo", "megatron"),
+    ("peft", "peft"),
     ("deepspeed", "deepspeed"),
 )
 """What a program's name has in it, and its record."""
@@ -94,6 +97,8 @@ def _record(row: Row) -> str:
         return "torchtune/compiled"
     if found == "rasbt" and _step_number(row["notes"]) >= _RASBT_NATIVE:
         return "rasbt/native"
+    if found == "peft" and row["method"] == "dora":
+        return "peft/dora"
     if found == "qwen" and row["compute_dtype"] == "fp16":
         return "qwen-fp16"
     return found or _closest(row)
@@ -146,10 +151,22 @@ _WEIGHTS: Final = {
 }
 _DOUBLY_QUANTISED: Final = ("fms", "answerai")
 """fms-acceleration quantises doubly (its steady state is 0.516 bytes a parameter); answer.ai's linears by default."""
+_WHOLE_COLUMNS: Final = ("llama-2-70b", "mixtral-8x7b")
+"""Models whose public GPTQ checkpoints (main branch) have no groups; fms-acceleration loads those."""
 _DROPOUT: Final = {"fms": 0.1, "answerai": 0.1, "unsloth": 0.0, "torchtune": 0.0, "peft": 0.0, "colossal": 0.0}
 _USUAL_DROPOUT: Final = 0.05
 _FUSED_LOSS_ROWS: Final = 1024
-_KNOWN_WEIGHTS: Final = ("fp32", "bf16", "fp16", "int8", "nf4", "nf4-plain", "gptq-int4", "gptq-int8")
+_KNOWN_WEIGHTS: Final = (
+    "fp32",
+    "bf16",
+    "fp16",
+    "int8",
+    "nf4",
+    "nf4-plain",
+    "gptq-int4",
+    "gptq-int4-whole",
+    "gptq-int8",
+)
 
 
 def plan_of(row: Row, architecture: Architecture) -> Plan:
@@ -186,6 +203,8 @@ def _weights(row: Row) -> dict[str, Any]:
     stored = _WEIGHTS.get(row["weight_dtype"], row["weight_dtype"])
     if stored == "nf4-plain" and row["program"].startswith(_DOUBLY_QUANTISED):
         stored = "nf4"
+    if stored == "gptq-int4" and any(part in row["model_id"].lower() for part in _WHOLE_COLUMNS):
+        stored = "gptq-int4-whole"
     stored = _one_of(stored, _KNOWN_WEIGHTS, "nf4" if row["method"] == "qlora" else "bf16")
     plain = stored in ("fp32", "bf16", "fp16")
     adapter = _is_adapter(row)

@@ -17,7 +17,9 @@ from vramfit.models.families import Family
 class Experts:
     """Mixture-of-experts facts of the blocks that have them. Widths are of one branch of one expert.
 
-    Blocks before `first_moe_layer`, those in `dense_layers`, and all but each `every`-th have a plain MLP.
+    Blocks before `first_moe_layer`, those in `dense_layers`, and all but each `every`-th have a plain MLP. `modules`:
+    every expert is a module with linears of its own, as libraries built them until 2025; now all experts of a block
+    are one tensor, which neither adapters nor quantisers reach.
     """
 
     count: int
@@ -30,6 +32,7 @@ class Experts:
     shared_gate: bool = False
     router_bias: bool = False
     expert_bias: bool = False
+    modules: bool = False
 
     def at(self, layer: int) -> bool:
         """Whether the block `layer` (from 0) has experts."""
@@ -236,7 +239,7 @@ class Architecture:
         branches = 2 if self.mlp == "gated" else 1
         up = names.up if len(names.up) <= branches else names.up[1:]
         each = width * branches // len(up)
-        fused = part == "expert"
+        fused = part == "expert" and not (self.experts and self.experts.modules)
         return (
             *(
                 Linear(

@@ -224,6 +224,9 @@ class _Writer:
         low = self.tape.operation("lora_A", (fed,), float(compute * rank), saves=(fed,), trained=trained[0])
         out = float(compute * linear.outputs)
         high = self.tape.operation("lora_B", (low,), out, saves=(low,), trained=trained[1])
+        if self.kernels.dora:
+            result = self.tape.operation("mul", (result,), result.size, saves=(result,), trained=linear.outputs)
+            high = self.tape.operation("mul", (high,), out, saves=(high,), trained=linear.outputs)
         scaled = self.tape.operation("scale", (high,), out)
         total = self.tape.operation("add", (result, scaled), out, passes=out == result.size)
         return total if out == result.size else self.tape.operation("to 16 bits", (total,), result.size)
@@ -431,17 +434,20 @@ class _Writer:
         if experts is None:
             raise AssertionError("only blocks with experts have them")
         copies, trains = experts.active, self.formats.trains
+        each = experts.count if experts.modules else 0  # one tensor of all experts is never in few bits
         own = [linear for linear in self.linears if linear.part == "expert"]
         *ups, down = own
+        adapted = [linear for linear in own if linear.module and linear.name in self.formats.adapted]
         routed = self.tape.operation("gather", (value,), float(copies * size * hidden))
         wide = float(copies * size * experts.expert_width)
         up = self.tape.operation(
             "up",
             (routed,),
             (2 if self.shape.mlp == "gated" else 1) * wide,
-            saves=(routed,) if trains else (),
-            trained=sum(linear.params for linear in ups) if trains else 0,
+            saves=(routed,) if trains or set(adapted) & set(ups) else (),
+            trained=self.expert_trained(ups, adapted),
             weights=sum(linear.weights for linear in ups),
+            unpacks=max(linear.weights for linear in ups) // each if each else 0,
         )
         product = up
         if self.shape.mlp == "gated":
@@ -453,8 +459,16 @@ class _Writer:
             "down",
             (product,),
             float(copies * size * hidden),
-            saves=(product,) if trains else (),
-            trained=down.params if trains else 0,
+            saves=(product,) if trains or down in adapted else (),
+            trained=self.expert_trained((down,), adapted),
             weights=down.weights,
+            unpacks=down.weights // each if each else 0,
         )
         return self.tape.operation("combine", (answers,), float(size * hidden), saves=(answers,))
+
+    def expert_trained(self, linears: Sequence[Linear], adapted: Sequence[Linear]) -> int:
+        """Parameters of these matrices that get a gradient: all of them, or those of the adapters every expert has."""
+        if self.formats.trains:
+            return sum(linear.params for linear in linears)
+        rank = self.formats.rank
+        return sum(rank * (one.inputs + one.outputs) * one.copies for one in linears if one in adapted)

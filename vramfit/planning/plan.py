@@ -63,8 +63,9 @@ class Workload:
 Tier = Literal["device", "host", "disk"]
 """Where bytes live: on the card, in RAM, in a file."""
 
-WeightFormat = Literal["fp32", "bf16", "fp16", "int8", "nf4", "nf4-plain", "gptq-int4", "gptq-int8"]
-"""Formats of a base. nf4 is doubly quantised, nf4-plain is not; GPTQ bases are read by other programs than ours."""
+WeightFormat = Literal["fp32", "bf16", "fp16", "int8", "nf4", "nf4-plain", "gptq-int4", "gptq-int4-whole", "gptq-int8"]
+"""Formats of a base. nf4 is doubly quantised, nf4-plain is not; GPTQ bases, in groups of 128 or whole columns, are read
+by other programs than ours."""
 
 ShardingKind = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp"]
 """How several cards share a run: ddp nothing, zero1 the optimizer's states, zero2 gradients too, the others all."""

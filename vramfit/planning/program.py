@@ -21,8 +21,9 @@ class Kernels:
     `norm`, `rope` and `mlp`: "python" as the library writes them, "fused" into one kernel that keeps its input,
     "recomputed" by a compiler. A norm in "fp32" also multiplies with its weight in fp32 and casts last. `layer_norm`
     and `gelu`: "native" operations, or "python" from single ones; GELU as the "library" has it for the activation.
-    `adapter`: "python" as PEFT does it, "fused" one kernel per input. `keeps_frozen_inputs`: bitsandbytes before 0.43.2
-    keeps what a quantised linear is given.
+    `adapter`: "python" as PEFT does it, "fused" one kernel per input. `dora`: columns have a trained magnitude, so that
+    both results, the linear's and the adapter's, are factors of products. `keeps_frozen_inputs`: bitsandbytes before
+    0.43.2 keeps what a quantised linear is given.
 
     `repeats_kv`: keys and values are copied to every query head before the kernel. `fuses_qkv`: one projection, whose
     result stays whole because the values are a view of it. `pads_adapters`: adapters of some parts of it are copied
@@ -37,6 +38,7 @@ class Kernels:
     rope: Literal["python", "fused"] = "python"
     mlp: Literal["python", "fused", "recomputed"] = "python"
     adapter: Literal["python", "fused"] = "python"
+    dora: bool = False
     keeps_frozen_inputs: bool = False
     repeats_kv: bool = False
     fuses_qkv: bool = False
@@ -241,10 +243,9 @@ _RASBT: Final = Program(
     name="rasbt LLMs-from-scratch",
     kernels=Kernels(layer_norm="python", gelu="python", dropout=True, eager_fp32=False),
     autocast=False,
-    # Cross-entropy in the model's own format: in fp32 logits in a variable 4, log-softmax 4, gradient of the picked
-    # 4, of the logits 4; in bf16 half.
-    logits={"full": 16.0, "chunked": 16.0, "fused": 0.0},
-    logits_held=4.0,
+    # Cross-entropy in the model's own format, in a function that returns the loss alone: in fp32 log-softmax 4,
+    # gradient of the picked 4, of the logits 4; in bf16 half.
+    logits={"full": 12.0, "chunked": 12.0, "fused": 0.0},
     logits_in_compute=True,
 )
 """The GPT-2 of "Build a Large Language Model (From Scratch)": LayerNorm and GELU from single operations, dropout after
@@ -263,6 +264,10 @@ _ANSWERAI: Final = replace(
 )
 """answer.ai's fsdp_qlora: pure bf16 with PEFT adapters in bf16, FSDP1, non-reentrant recompute (its inputs are
 no leaves, so that sharding's hooks hold no gradient of them), torch 2.2."""
+
+_PEFT: Final = replace(_TRAINER, name="peft", autocast=False, holds_output=False)
+"""PEFT's own comparison of methods: a loop of its own without autocast, the base in bf16 and adapters in fp32, so that
+every adapted linear keeps an fp32 copy of its input."""
 
 _COLOSSAL: Final = replace(
     _TRAINER,
@@ -348,6 +353,8 @@ PROGRAMS: Final[Mapping[str, Program]] = {
         _RASBT, name="rasbt/native", kernels=Kernels(gelu="native", dropout=True, eager_fp32=False)
     ),
     "answerai fsdp_qlora": _ANSWERAI,
+    "peft": _PEFT,
+    "peft/dora": replace(_PEFT, name="peft/dora", kernels=Kernels(dora=True)),
     "colossalchat": _COLOSSAL,
     "deepspeed": _DEEPSPEED,
     "unsloth": _UNSLOTH,

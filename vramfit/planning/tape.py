@@ -41,6 +41,7 @@ class Operation:
     backward_temporary: float
     passes: bool
     weights: int = 0
+    unpacks: int = 0
     trained: int = 0
 
 
@@ -133,6 +134,7 @@ class Tape:
         saves_new: float = 0.0,
         trained: int = 0,
         weights: int = 0,
+        unpacks: int | None = None,
         forward_temporary: float = 0.0,
         backward_temporary: float = 0.0,
         passes: bool = False,
@@ -161,6 +163,7 @@ class Tape:
                 backward_temporary=backward_temporary,
                 passes=passes or view,
                 weights=weights,
+                unpacks=weights if unpacks is None else unpacks,
                 trained=trained,
             )
         )
@@ -180,7 +183,7 @@ class Tape:
         """Moments of forward: outputs still to be used, and with `keeps` what backward will need."""
         alive = 0.0
         for step in self.forward_steps(keeps=keeps):
-            yield Moment(step.highest(alive), weights=step.operation.weights)
+            yield Moment(step.highest(alive), weights=step.operation.unpacks)
             alive += step.change
 
     def backward(self) -> Iterator[Moment]:
@@ -188,7 +191,7 @@ class Tape:
         alive, made = self.saved + self.operations[-1].output.size, 0
         for step in self.backward_steps()[0]:
             operation = step.operation
-            yield Moment(step.highest(alive), made, operation.trained, operation.weights)
+            yield Moment(step.highest(alive), made, operation.trained, operation.unpacks)
             alive += step.change
             made += operation.trained
 

@@ -1,0 +1,199 @@
+"""`docs/accuracy.md` and its scatter plot, from what `estimator_accuracy.py` found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+_INK, _GRID, _FAINT = "#1f2937", "#e5e7eb", "#6b7280"
+_COLOURS: Final = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f", "#9ca3af")
+_SIZE, _LEFT, _TOP, _LEGEND = 520, 64, 44, 190
+
+
+class Compared(Protocol):
+    """A row of the comparison, as `estimator_accuracy.Compared` is."""
+
+    @property
+    def source(self) -> str: ...
+    @property
+    def program(self) -> str: ...
+    @property
+    def quality(self) -> str: ...
+    @property
+    def capped(self) -> bool: ...
+    @property
+    def judged(self) -> bool: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def measured_gib(self) -> float: ...
+    @property
+    def predicted_gib(self) -> float: ...
+    @property
+    def error(self) -> float: ...
+
+
+def write_page(folder: Path, found: dict[str, Any], rows: Sequence[Compared]) -> None:
+    """Write accuracy.md and accuracy.svg into `folder`."""
+    (folder / "accuracy.svg").write_text(scatter([row for row in rows if row.judged]), encoding="utf-8", newline="\n")
+    (folder / "accuracy.md").write_text("\n".join(_page(found, rows)) + "\n", encoding="utf-8", newline="\n")
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def _page(found: dict[str, Any], rows: Sequence[Compared]) -> Iterator[str]:
+    yield from (
+        "# How accurate the estimate is",
+        "",
+        "Predicted against published measurements; `python bench/estimator_accuracy.py ROWS.csv --oom OOM.csv` writes",
+        "this page. Errors are relative. Nothing is fitted: a program's record says what it keeps and makes, and the",
+        "same formulas hold for all. Measurements that are copies of one another count once; in the second line every",
+        "source weighs the same.",
+        "",
+        "![Predicted against measured memory, both axes logarithmic](accuracy.svg)",
+        "",
+        "| what | rows | median | 90th percentile | goal |",
+        "|---|---:|---:|---:|---|",
+    )
+    yield _line("allocated, quality A", found["allocated_A"], "2 % / 6 %")
+    yield _line("allocated or reserved, quality A and B", found["all_AB"], "5 % / 20 %")
+    yield ""
+    yield from _fits(found)
+    for field in ("program", "method", "recompute", "metric", "source"):
+        yield from ("", f"## By {field}", "", f"| {field} | rows | median | 90th percentile |", "|---|---:|---:|---:|")
+        yield from (_line(_short(name), value) for name, value in found["by"][field].items())
+    yield from _capped([row for row in rows if row.capped])
+    yield from _skipped(found["skipped"])
+
+
+def _fits(found: dict[str, Any]) -> Iterator[str]:
+    oom, completed, speed = found["oom"], found["completed"], found["speed"]
+    if oom["n"]:
+        yield f"Of {oom['n']} runs that ran out of memory, {oom['caught']} are predicted not to fit (goal: 95 %)."
+    yield (
+        f"Of {completed['n']} runs that completed on a card of known size, {completed['false_alarms']} are predicted "
+        "not to fit (goal: at most 2 %)."
+    )
+    if speed["n"]:
+        order = f"{speed['pair_order']:.0%}" if speed["pair_order"] is not None else "-"
+        yield (
+            f"Tokens/s of {speed['n']} runs: median error {speed['median']:.1%} (goal: 20 %), "
+            f"order of two runs of one source right in {order} (goal: 93 %)."
+        )
+
+
+def _capped(rows: Sequence[Compared]) -> Iterator[str]:
+    """Rows whose samples were shorter than the length: the estimate at the cap may be above, never below by 5 %."""
+    if not rows:
+        return
+    yield from (
+        "",
+        "## Lengths known only as a cap",
+        "",
+        "Real samples were shorter. The estimate at the cap must be at least what was measured less 5 %.",
+        "",
+        "| program | quality | rows | at or above | lowest |",
+        "|---|---|---:|---:|---:|",
+    )
+    for program, quality in sorted({(row.program, row.quality) for row in rows}):
+        errors = [row.error for row in rows if (row.program, row.quality) == (program, quality)]
+        reached = sum(error >= -0.05 for error in errors)
+        yield f"| {program} | {quality} | {len(errors)} | {reached} | {min(errors):+.1%} |"
+
+
+def _skipped(skipped: Sequence[dict[str, str]]) -> Iterator[str]:
+    if skipped:
+        yield from ("", "## Left out", "")
+        yield from (f"- {row['id']}: {row['reason']}" for row in skipped)
+
+
+def _line(name: str, value: dict[str, Any], goal: str | None = None) -> str:
+    figures = " | ".join("-" if value[key] is None else f"{value[key]:.1%}" for key in ("median", "p90"))
+    return f"| {name} | {value['n']} | {figures} |" + (f" {goal} |" if goal else "")
+
+
+def _short(name: str) -> str:
+    """An address without its scheme, host and branch."""
+    parts = name.split("/")
+    return "/".join((*parts[3:5], parts[-1])) if name.startswith("https://") and len(parts) > 5 else name
+
+
+# --- the plot --------------------------------------------------------------------------------------------------------
+
+
+def scatter(rows: Sequence[Compared]) -> str:
+    """Predicted against measured GiB, log-log, as SVG: a dot a row, filled for quality A, coloured by program; the band
+    is 10 % to both sides."""
+    values = [value for row in rows for value in (row.measured_gib, row.predicted_gib)] or [1.0, 10.0]
+    low, high = math.log(min(values) * 0.9), math.log(max(values) * 1.1)
+    families = list(dict.fromkeys(_family(row.program) for row in rows))
+
+    def place(gib: float) -> float:
+        return _SIZE * (math.log(gib) - low) / (high - low)
+
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _SIZE + _LEGEND} {_TOP + _SIZE + 60}" '
+        'font-family="system-ui, sans-serif" font-size="13">',
+        f'<rect width="100%" height="100%" fill="#ffffff"/><text x="{_LEFT}" y="24" fill="{_INK}" font-size="16">'
+        "Predicted against measured peak memory</text>",
+        f'<g transform="translate({_LEFT} {_TOP})">',
+        *_axes(place, math.exp(low), math.exp(high)),
+        *(_dot(row, place, _COLOURS[families.index(_family(row.program)) % len(_COLOURS)]) for row in rows),
+        *_legend(families),
+        "</g></svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _axes(place: Any, low: float, high: float) -> Iterator[str]:
+    """Grid, diagonal with its band, labels."""
+    ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100, 200) if low <= tick <= high]
+    band = _SIZE - place(low * 1.1), _SIZE - place(low / 1.1), place(high) - (place(high) - place(high / 1.1))
+    shift = band[0] - band[1]
+    yield f'<clipPath id="inside"><rect width="{_SIZE}" height="{_SIZE}"/></clipPath>'
+    yield (
+        f'<polygon clip-path="url(#inside)" fill="#f3f4f6" points="0,{_SIZE + shift:.1f} {_SIZE},{shift:.1f} '
+        f'{_SIZE},{-shift:.1f} 0,{_SIZE - shift:.1f}"/>'
+    )
+    for tick in ticks:
+        at = place(tick)
+        yield f'<path d="M{at:.1f} 0V{_SIZE}M0 {_SIZE - at:.1f}H{_SIZE}" stroke="{_GRID}" fill="none"/>'
+        yield f'<text x="{at:.1f}" y="{_SIZE + 20}" text-anchor="middle" fill="{_FAINT}">{tick}</text>'
+        yield f'<text x="-10" y="{_SIZE - at + 4:.1f}" text-anchor="end" fill="{_FAINT}">{tick}</text>'
+    yield f'<path d="M0 {_SIZE}L{_SIZE} 0" stroke="{_FAINT}" stroke-dasharray="4 4"/>'
+    yield f'<rect width="{_SIZE}" height="{_SIZE}" fill="none" stroke="{_FAINT}"/>'
+    middle = _SIZE / 2
+    yield f'<text x="{middle}" y="{_SIZE + 44}" text-anchor="middle" fill="{_INK}">measured, GiB</text>'
+    place_of_label = f'transform="translate(-44 {middle}) rotate(-90)" text-anchor="middle"'
+    yield f'<text {place_of_label} fill="{_INK}">predicted, GiB</text>'
+
+
+def _dot(row: Compared, place: Any, colour: str) -> str:
+    fill = colour if row.quality == "A" else "none"
+    x, y = place(row.measured_gib), _SIZE - place(row.predicted_gib)
+    title = f"{row.program}: {row.measured_gib:.2f} GiB measured, {row.predicted_gib:.2f} predicted ({row.error:+.1%})"
+    return (
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{fill}" fill-opacity="0.7" stroke="{colour}">'
+        f"<title>{escape(title)}</title></circle>"
+    )
+
+
+def _legend(families: Iterable[str]) -> Iterator[str]:
+    at = 8
+    for number, name in enumerate(families):
+        colour = _COLOURS[number % len(_COLOURS)]
+        yield f'<circle cx="{_SIZE + 18}" cy="{at}" r="4" fill="{colour}"/>'
+        yield f'<text x="{_SIZE + 30}" y="{at + 4}" fill="{_INK}">{escape(name)}</text>'
+        at += 20
+    for text, fill in (("quality A", _FAINT), ("quality B", "none")):
+        yield f'<circle cx="{_SIZE + 18}" cy="{at + 10}" r="4" fill="{fill}" stroke="{_FAINT}"/>'
+        yield f'<text x="{_SIZE + 30}" y="{at + 14}" fill="{_INK}">{text}</text>'
+        at += 20
+
+
+def _family(program: str) -> str:
+    return program.partition("/")[0].partition("+")[0]
