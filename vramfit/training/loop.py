@@ -332,8 +332,6 @@ class _Run:
             self._say("info", "loss", f"Loss {self.executor.loss_kind}: {self.executor.loss_reason}.")
         if self.executor.loss_kind == "fused" and any(example.weights is not None for example in self.data.train):
             self._say("info", "loss", "Loss chunked where answers have weights: the fused kernel takes none.")
-        if self.executor.loss_kind == "fused" and any(example.weights is not None for example in self.data.train):
-            self._say("info", "loss", "Loss chunked where answers have weights: the fused kernel takes none.")
         for choice in forecast.plan.reasons:
             print(f"{choice.setting} = {choice.value}: {choice.reason}", flush=True)
         print(
