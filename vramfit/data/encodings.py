@@ -114,6 +114,8 @@ def _utf16_without_bom(scan: Scan) -> Encoding:
 
 def _guess(sample: bytes) -> Encoding:
     """The likeliest encoding of lines that are not UTF-8, by how much the decoded text looks like writing."""
+    if _is_korean(sample):
+        return Encoding("cp949", "cp949", guessed=True)
     scores = [(_likeness(sample, codec), codec) for codec in ("gb18030", "cp932", "cp1252")]
     best, codec = max(scores)
     if best >= 0.8:
@@ -138,7 +140,7 @@ def _likeness(sample: bytes, codec: str) -> float:
     """0..1: the share of the non-ASCII characters that are usual for writing in this encoding."""
     text = sample.decode(codec, "replace")  # the sample cuts long lines, so a few halves are no proof against a codec
     foreign = [char for char in text if ord(char) > 127]
-    if not foreign or text.count("\ufffd") > 0.02 * len(foreign):
+    if not foreign or text.count("\ufffd") > max(2, 0.02 * len(foreign)):
         return 0.0
     if codec == "cp1252":
         return len(_WESTERN.findall(text)) / len(foreign)
@@ -148,6 +150,15 @@ def _likeness(sample: bytes, codec: str) -> float:
             return 0.0
         return 1.0 - len(_HALF_KANA.findall(text)) / len(foreign)
     return _chinese_likeness(text, foreign)
+
+
+def _is_korean(sample: bytes) -> bool:
+    """EUC-KR (which cp949 extends) puts its syllables where GB2312 has the first half of its everyday characters.
+    Running Chinese uses the second half as much, which Korean reads as Chinese characters and hardly ever writes."""
+    foreign = [char for char in sample.decode("euc_kr", "replace") if ord(char) > 127]
+    syllables = sum("\uac00" <= char <= "\ud7a3" for char in foreign)
+    signs = sum(_CHINESE_SIGNS.match(char) is not None for char in foreign)
+    return syllables >= 12 and syllables + signs >= 0.97 * len(foreign)
 
 
 def _chinese_likeness(text: str, foreign: list[str]) -> float:

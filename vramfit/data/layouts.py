@@ -66,7 +66,7 @@ def layout_of(
 def head_text(scan: Scan, encoding: Encoding) -> str:
     """The beginning of the file as text; a character that the end of the head cuts is left out."""
     whole = scan.unpacked_bytes <= len(scan.head)
-    return codecs.getincrementaldecoder(encoding.codec)("replace").decode(scan.head, whole)
+    return codecs.getincrementaldecoder(encoding.codec)("replace").decode(scan.head, whole).lstrip("\ufeff")
 
 
 def _is_lines(head: str, scan: Scan) -> bool:

@@ -169,6 +169,8 @@ def _json_reason(error: json.JSONDecodeError) -> str:
         return "a comma before a closing bracket"
     if error.msg.startswith("Unterminated string"):
         return "a string begins here and does not end"
+    if error.msg.startswith("Invalid control character"):
+        return "a tab, line end or other control character stands bare in a string"
     return error.msg[:1].lower() + error.msg[1:]
 
 
@@ -251,12 +253,12 @@ def _jsonl_rows(path: Path, stream: IO[str], layout: Layout) -> Iterator[Row | B
         problem = _line_problem(line, layout)
         if problem:
             yield BadRow(path, lines.number, problem[1], problem[0])
-        elif line.strip():
+        elif line.strip(_BLANK):
             yield _json_row(path, lines.number, line)
 
 
 def _json_row(path: Path, number: int, line: str) -> Row | BadRow:
-    text = line.strip(" \t\r\n")
+    text = line.strip(_BLANK)
     try:
         value = _decoded(text)
         _check_value(text, value)
@@ -469,7 +471,8 @@ class _JsonFile:
         return DataError(reason, "Correct the file there.", path=self._path, line=line, column=column)
 
 
-_SPACES: Final = re.compile(r"[ \t\r\n]*")
+_BLANK: Final = " \t\r\n\ufeff"  # byte order marks, too: they stand inside where files were joined
+_SPACES: Final = re.compile(f"[{_BLANK}]*")
 _FIRST_KEY: Final = re.compile(r'\[\s*(?:\{\s*"([^"\\]*)"|[^\s{]|\{\s*[^\s"]|\{\s*"[^"\\]*\\)')
 _INNER_LISTS: Final = (
     *("messages", "conversations", "conversation", "dialogue", "dialog", "turns", "chat", "tools", "functions"),
@@ -542,6 +545,9 @@ def _check_columns(path: Path, names: list[str]) -> None:
 
 
 def _csv_row(path: Path, line: int, header: list[str], fields: list[str], layout: Layout) -> Row | BadRow:
+    fields[0] = fields[0].removeprefix("\ufeff")  # it stands inside where files were joined
+    if fields == header:
+        return BadRow(path, line, None, "the header stands here again")
     if len(fields) != len(header):
         return BadRow(path, line, None, f"the row has {len(fields)} fields, the header has {len(header)}")
     for field in fields:

@@ -45,6 +45,17 @@ def test_encodings_are_recognised(tmp_path: Path, text: str, codec: str, name: s
     assert encoded.decode(found.codec).strip("\ufeff") == '{"instruction": "' + text + '"}' + ending
 
 
+KOREAN = "옛날 옛적에 한 할아버지와 할머니가 살고 있었습니다. 할아버지는 산으로 나무를 하러 갔습니다."
+
+
+@pytest.mark.parametrize("codec", ["euc-kr", "cp949"])
+def test_korean_is_not_taken_for_chinese(tmp_path: Path, codec: str) -> None:
+    assert detected(tmp_path, KOREAN.encode(codec)) == Encoding("cp949", "cp949", guessed=True)
+    assert detected(tmp_path, ("a,b\n" + KOREAN[:20]).encode(codec)).codec == "cp949"
+    for text in (CHINESE, CHINESE[:14], CHINESE[10:24], CHINESE[30:]):
+        assert detected(tmp_path, text.encode("gb18030")).codec == "gb18030"
+
+
 def test_other_encodings_come_from_the_library(tmp_path: Path) -> None:
     text = "Съешь же ещё этих мягких французских булок, да выпей чаю. " * 5
     found = detected(tmp_path, text.encode("cp1251"))

@@ -167,6 +167,7 @@ def test_broken_json_names_line_and_column(
     [
         ('{"a": "x",}', 11, "a comma before a closing bracket"),
         ('{"a": }', 7, "expecting value"),
+        ('{"a": "x\ty"}', 9, "a tab, line end or other control character stands bare in a string"),
         ("{'a': 1}", 2, "double quotes"),
         ('{"a": Infinity}', None, "Infinity is no JSON number"),
         ('{"a": 1, "a": 2}', None, "'a' occurs twice"),
@@ -501,6 +502,19 @@ def test_case_003_a_gbk_file_is_read(tmp_path: Path, encoding: str, text: str, p
     table = [{"text": f"plain {n}"} for n in range(20)]
     table[place] = {"text": text}
     assert values(write(tmp_path, _jsonl(table), encoding=encoding)) == table
+
+
+def test_case_001_marks_that_stand_inside_because_files_were_joined_are_no_text_either(tmp_path: Path) -> None:
+    one, two = '{"question": "a", "answer": "b"}\n', '{"question": "c", "answer": "d"}\n'
+    table = [json.loads(one), json.loads(two)]
+    joined = write(tmp_path, f"\ufeff\ufeff{one}\ufeff\n\ufeff{two}\ufeff", "joined.jsonl")
+    assert values(joined) == table
+    assert values(write(tmp_path, f"\ufeff\ufeff[{one},\n\ufeff{two}]\n", "joined.json")) == table
+    items = read(write(tmp_path, "\ufeffq,a\r\n1,2\r\n\ufeffq,a\r\n3,4\r\n\ufeff5,6\r\n", "joined.csv"))
+    assert [item.values["q"] for item in items if isinstance(item, Row)] == ["1", "3", "5"]
+    assert [item for item in items if isinstance(item, BadRow)] == [
+        BadRow(tmp_path / "joined.csv", 3, None, "the header stands here again")
+    ]
 
 
 def test_case_009_a_trailing_comma_names_its_place(tmp_path: Path) -> None:
