@@ -12,6 +12,7 @@ from typing import Final, Literal
 from vramfit.data.encodings import Encoding, detect, wished
 from vramfit.data.rows import DOCUMENT_MARK, Layout, TextSplit
 from vramfit.data.sources import HEAD_BYTES, Scan
+from vramfit.errors import DataError
 
 _JSON_ARRAY: Final = re.compile(r'\s*\[\s*([\[{"\]]|-?\d|true\b|false\b|null\b)')
 _JSON_OBJECT: Final = re.compile(r"\s*\{\s*(\"|'|\})")
@@ -57,6 +58,12 @@ def layout_of(
         return Layout(format=kind, delimiter=delimiter, **shared)  # type: ignore[arg-type]
     if named_json:
         return Layout(format="jsonl", **shared)  # type: ignore[arg-type]
+    if split == "auto" and complete and _is_scalar(head):
+        raise DataError(
+            "The file holds one JSON value and no rows",
+            'Give a file with rows. If it is text to be learned, set where documents are split to "whole".',
+            path=scan.path,
+        )
     if split not in SPLITS and split != "auto":
         return Layout(format="text", split="marks", mark=split, **shared)  # type: ignore[arg-type]
     chosen = _text_split(head) if split == "auto" else split
@@ -82,6 +89,15 @@ def _is_lines(head: str, scan: Scan) -> bool:
         return isinstance(json.loads(lines[1]), dict)
     except (ValueError, RecursionError):
         return False
+
+
+def _is_scalar(text: str) -> bool:
+    """Whether the whole text is one number, one quoted text, true, false or null: nothing a person writes to learn."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _is_lists(head: str) -> bool:

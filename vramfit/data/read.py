@@ -27,6 +27,8 @@ from vramfit.places import is_folder
 from vramfit.planning.plan import Workload
 
 SHAPE_SAMPLE_ROWS: Final = 100
+MOST_BAD_FIRST: Final = 100_000
+"""A file that begins with more bad rows than that is refused as one without rows."""
 CREW_BYTES: Final = 32 * 1024 * 1024
 """Files of fewer bytes are read sooner by this process than others have started."""
 PART_BYTES: Final = 64 * 1024 * 1024
@@ -154,9 +156,9 @@ def _open_source(path: Path, options: ReadOptions) -> Source:
     sample = [item for item in islice(items, SHAPE_SAMPLE_ROWS) if isinstance(item, Row)]
     # More bad rows than the sample holds may come first; go on until one row is good.
     if not sample:
-        sample = list(islice((item for item in items if isinstance(item, Row)), 1))
+        sample = list(islice((item for item in islice(items, MOST_BAD_FIRST) if isinstance(item, Row)), 1))
     if not sample:
-        _refuse_without_rows(path, next(iter(rows_of(path, layout)), None))
+        _refuse_without_rows(path, next(iter(rows_of(path, layout)), None), more=next(items, None) is not None)
     # Who maps columns reads each row by itself.
     threads = None if options.columns else find_threads(sample)
     if threads is not None:
@@ -177,10 +179,11 @@ def source_rows(source: Source, layout: Layout | None = None) -> Iterator[Row | 
 _TEXT_SHAPE: Final = Shape(kind="text", columns={"text": "text"})
 
 
-def _refuse_without_rows(path: Path, first: Row | BadRow | None) -> None:
+def _refuse_without_rows(path: Path, first: Row | BadRow | None, *, more: bool = False) -> None:
     if isinstance(first, BadRow):
+        which = f"None of the first {MOST_BAD_FIRST:,} rows" if more else "No row"
         raise DataError(
-            f"No row can be read; the first: {first.reason}",
+            f"{which} can be read; the first: {first.reason}",
             "Correct the file, or choose another.",
             path=path,
             line=first.line,

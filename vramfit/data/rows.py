@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Final, Literal
 
@@ -29,6 +30,10 @@ TextSplit = Literal["whole", "lines", "blank lines", "marks"]
 MAX_ROW_CHARS: Final = 64 * 1024 * 1024
 MAX_DEPTH: Final = 64
 MAX_COLUMNS: Final = 1000
+MAX_KEYS: Final = 100_000
+MAX_COMMAS: Final = 2_000_000
+"""Of a row. A book of MAX_ROW_CHARS has a million commas; values take up to thirty times the room of their text."""
+_LONG_CHARS: Final = 1024 * 1024  # shorter text is harmless whatever it holds
 DOCUMENT_MARK: Final = "<|endoftext|>"
 _WINDOW_CHARS: Final = 256 * 1024
 
@@ -143,6 +148,7 @@ def plain(value: Any) -> Any:
 
 def parse_json(text: str) -> Any:
     """JSON text inside a column. Raises ValueError with a short reason."""
+    _check_crowd(text)
     try:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
@@ -154,12 +160,26 @@ def parse_json(text: str) -> Any:
 
 
 def _decoded(text: str) -> Any:
-    """What `_DECODER.decode` gives, sooner for text that is one value and nothing else."""
+    """What `_DECODER.decode` gives, sooner for text that is one value and nothing else. Raises ValueError."""
+    _check_crowd(text)
     try:
         value, end = _scan_once(text, 0)
     except StopIteration:
         end = -1
     return value if end == len(text) else _DECODER.decode(text)
+
+
+def _check_crowd(text: str) -> None:
+    """Raises ValueError for text whose values would take far more room than it does, before they are made."""
+    if len(text) < _LONG_CHARS:
+        return
+    if text.count(",") > MAX_COMMAS:
+        raise ValueError(f"there are more than {MAX_COMMAS:,} commas in one row")
+    if next(islice(_KEY_END.finditer(text), MAX_KEYS, None), None) is not None:
+        raise ValueError(f"there are more than {MAX_KEYS:,} keys in one row")
+
+
+_KEY_END: Final = re.compile(r'"\s*:')
 
 
 def _json_reason(error: json.JSONDecodeError) -> str:
@@ -447,6 +467,10 @@ class _JsonFile:
         waiting = len(self._buffer) - self._at
         if waiting >= MAX_ROW_CHARS:
             raise self._error(f"the value that begins here is longer than {MAX_ROW_CHARS // 2**20} million characters")
+        try:
+            _check_crowd(self._buffer if self._at == 0 else self._buffer[self._at :])
+        except ValueError as error:
+            raise self._error(f"in the value that begins here, {error}") from None
         more = "" if self._ended else self._stream.read(max(_WINDOW_CHARS, waiting))
         if not more:
             self._ended = True
@@ -488,7 +512,7 @@ def _is_list_of_objects(value: Any) -> bool:
 def _csv_rows(path: Path, stream: IO[str], layout: Layout) -> Iterator[Row | BadRow]:
     """Records of a CSV or TSV file with a header. Every field is text, an empty one is empty text."""
     csv.field_size_limit(MAX_ROW_CHARS)  # global to the process; the default of 128 KiB is shorter than documents are
-    reader = csv.reader(_Lines(stream), delimiter=layout.delimiter, strict=True)
+    reader = csv.reader(_csv_lines(path, stream, layout.delimiter), delimiter=layout.delimiter, strict=True)
     header = _csv_header(path, reader)
     while True:
         line = reader.line_num + 1
@@ -507,6 +531,19 @@ def _csv_rows(path: Path, stream: IO[str], layout: Layout) -> Iterator[Row | Bad
             yield _csv_row(path, line, header, fields, layout)
 
 
+def _csv_lines(path: Path, stream: IO[str], delimiter: str) -> Iterator[str]:
+    """Lines for csv.reader. Raises DataError for one that is no row and would fill the memory with fields."""
+    lines = _Lines(stream)
+    for line in lines:
+        if len(line) >= MAX_ROW_CHARS:
+            reason = f"the line is longer than {MAX_ROW_CHARS // 2**20} million characters"
+            raise DataError(reason, "Correct the file there.", path=path, line=lines.number)
+        if len(line) >= _LONG_CHARS and line.count(delimiter) > MAX_COMMAS:
+            reason = f"the line has more than {MAX_COMMAS:,} fields"
+            raise DataError(reason, "Correct the file there.", path=path, line=lines.number)
+        yield line
+
+
 def _csv_header(path: Path, reader: Any) -> list[str]:
     try:
         header: list[str] = next((fields for fields in reader if fields and not _names_delimiter(fields)), [])
@@ -514,7 +551,8 @@ def _csv_header(path: Path, reader: Any) -> list[str]:
         raise DataError(
             f"the header cannot be read: {_csv_reason(error)}", "Correct line 1.", path=path, line=1
         ) from None
-    if sum(not name.strip() for name in header) > 1:  # spreadsheets write empty columns, too
+    if len(header) <= MAX_COLUMNS and sum(not name.strip() for name in header) > 1:
+        # Spreadsheets write empty columns, too.
         header = [name if name.strip() else f"column {place}" for place, name in enumerate(header, start=1)]
     _check_columns(path, header)
     return header

@@ -63,7 +63,9 @@ _HTML: Final = re.compile(
     rb"(?>\s|<!--(?s:.)*?-->)*+(?:<!doctype\s+html|<html[\s>]|<\?xml|<head[\s>]|<body[\s>])", re.IGNORECASE
 )
 # Protocols 2 to 5 begin with their number; 1 and 0 with a list, dict or tuple, or an object of a module.
-_PICKLE: Final = re.compile(rb"\x80[\x02-\x05]|[\])}]q\x00|\((?:lp|dp|tp?|ip)\d+\r?\n|c[\w.]+\n\w+\n(?:p\d+\n|q\x00)")
+_PICKLE: Final = re.compile(
+    rb"\x80[\x02-\x05]|[\])}]q\x00|\((?:lp|dp|tp?|ip)\d+\r?\n|c[\w.]+\n\w+\n(?:p\d+\n|q\x00|\(S['\"]|\)?R)"
+)
 _FOREIGN_LINE: Final = re.compile(rb"[^\n]{0,2000}[\x80-\xff][^\n]{0,2000}")
 
 
@@ -134,19 +136,26 @@ def _check_exists(path: Path) -> None:
 def _files_in(folder: Path, notes: list[str]) -> list[Path]:
     found: list[Path] = []
     ignored: list[str] = []
+    links: list[Path] = []
     root = folder.resolve()
     for path in _walk(folder):
         if not _is_data_name(path.name):
             ignored.append(path.name)
         elif not path.resolve().is_relative_to(root):
-            notes.append(f"{path.name} was left out: it is a link to a place outside {folder.name}.")
+            links.append(path)
         else:
             found.append(path)
+    if not found and links:
+        raise DataError(
+            f"The folder {folder} holds no data file but links out of it, the first {links[0].name}",
+            "Copy the files into the folder, or name them one by one.",
+        )
     if not found:
         raise DataError(
             f"The folder {folder} holds no data file",
             f"Data files end with {', '.join(FOLDER_SUFFIXES)} or one of these with .gz.",
         )
+    notes += [f"{path.name} was left out: it is a link to a place outside {folder.name}." for path in links]
     if ignored:
         shown = ", ".join(sorted(ignored)[:5]) + (" ..." if len(ignored) > 5 else "")
         notes.append(f"{len(ignored)} files of other kinds in {folder.name} were left out: {shown}.")
@@ -287,9 +296,12 @@ class _ByteCounter:
             text = whole.decode("utf-8")
             bad = 0
         except UnicodeDecodeError:
+            # Surrogates written as if they were characters are damage within UTF-8, no sign of another encoding.
+            whole = _SURROGATES.sub(b"", whole)
             text = whole.decode("utf-8", "surrogateescape")
             bad = len(_ESCAPED.findall(text))
-            self._keep_foreign(whole)
+            if bad:
+                self._keep_foreign(whole)
         self.bad += bad
         self.multibyte += len(whole) - len(text)
 
@@ -300,6 +312,7 @@ class _ByteCounter:
             self.foreign += match.group() + b"\n"
 
 
+_SURROGATES: Final = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
 _ESCAPED: Final = re.compile("[\udc80-\udcff]")
 
 

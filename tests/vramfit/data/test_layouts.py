@@ -6,6 +6,7 @@ import pytest
 
 from vramfit.data.layouts import layout_of
 from vramfit.data.sources import scan
+from vramfit.errors import DataError
 
 
 def layout(folder: Path, text: str, name: str = "data") -> tuple[str, str]:
@@ -86,3 +87,25 @@ def test_columns_without_a_name_are_no_reason_to_take_another_delimiter(tmp_path
 )
 def test_documents_of_a_text_file(tmp_path: Path, text: str, split: str) -> None:
     assert layout(tmp_path, text) == ("text", split)
+
+
+@pytest.mark.parametrize("text", ['"hello"', "42", "  -1e5\n", "null", "true", '"a \\"quoted\\" word"\n'])
+def test_one_json_value_is_no_data_set(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "data"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(DataError, match="holds one JSON value and no rows"):
+        layout_of(scan(path))
+    assert layout_of(scan(path), split="whole").format == "text"  # who says that it is text is believed
+
+
+@pytest.mark.parametrize(
+    "text", ['"Hello," said he.', '"Hello,"\n"and goodbye."\n', "42 is the answer", "007", "nullify"]
+)
+def test_text_that_begins_like_a_json_value_is_text(tmp_path: Path, text: str) -> None:
+    assert layout(tmp_path, text)[0] == "text"
+
+
+def test_one_row_and_a_cut_character_are_lines(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"a": "1"}\n\xe4')
+    assert layout_of(scan(path), encoding="utf-8").format == "jsonl"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from vramfit.config import DataChoice
+from vramfit.data import read as read_module
 from vramfit.data.read import ReadOptions, guess_workload, open_sources, read_rows, survey
 from vramfit.errors import DataError
 
@@ -243,3 +244,16 @@ def test_so_many_unreadable_rows_and_no_more_are_left_out(write_rows: Write) -> 
     with pytest.raises(DataError, match="2 rows cannot be read, and 1 may be left out") as caught:
         list(read_rows([path], ReadOptions(bad_rows="skip", most_bad_rows=1)))
     assert (caught.value.line, caught.value.path) == (3, path)
+
+
+def test_a_file_of_numbers_is_refused_before_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_module, "MOST_BAD_FIRST", 200)
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([1] * 299), encoding="utf-8")
+    with pytest.raises(DataError, match="No row can be read; the first: the row is a number"):
+        survey([path])
+    path.write_text(json.dumps([1] * 500), encoding="utf-8")
+    with pytest.raises(DataError, match="None of the first 200 rows can be read; the first: the row is a number"):
+        survey([path])
+    path.write_text(json.dumps([*[1] * 250, PAIR]), encoding="utf-8")
+    assert survey([path]).bad_rows == 250

@@ -573,3 +573,88 @@ def test_case_023_numbers_in_a_text_column_are_their_source_text(tmp_path: Path)
 def test_case_043_dates_stay_text(tmp_path: Path) -> None:
     table = [{"response": "2024-01-01"}, {"response": "2024-01-01T10:00:00Z"}]
     assert values(write(tmp_path, _jsonl(table))) == table
+
+
+GOOD = '{"q": "why", "a": "so"}'
+
+
+def crowded(times: int) -> list[str]:
+    """Rows with `times` as many keys, or commas, as a row may have."""
+    pairs = ",".join(f'"k{number}" : "v"' for number in range(times * rows_module.MAX_KEYS + 1))
+    commas = times * rows_module.MAX_COMMAS + 1
+    return [f'{{"q": "why", "x": {end}}}' for end in (f"{{{pairs}}}", f"[{'1,' * commas}1]", f"[{'[],' * commas}[]]")]
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (0, "more than 100,000 keys in one row"),
+        (1, "more than 600,000 commas in one row"),
+        (2, "more than 600,000 commas in one row"),
+    ],
+)
+def test_a_row_of_too_many_values_is_refused_before_they_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, reason: str
+) -> None:
+    def make(text: str, _start: int) -> Any:
+        raise AssertionError(f"{len(text):,} characters were decoded")
+
+    monkeypatch.setattr(rows_module, "MAX_COMMAS", 600_000)  # the same, sooner
+    crowd = crowded(1)[number]
+    [first, bad, last] = read(write(tmp_path, f"{GOOD}\n{crowd}\n{GOOD}\n", "data.jsonl"))
+    assert isinstance(bad, BadRow)
+    assert isinstance(first, Row) and isinstance(last, Row)
+    assert (bad.line, bad.reason) == (2, f"there are {reason}")
+    with pytest.raises(DataError, match=f"in the value that begins here, there are {reason}") as caught:
+        read(write(tmp_path, f"[{GOOD},\n{crowded(3)[number]},\n{GOOD}]", "data.json"))
+    assert (caught.value.line, caught.value.column) == (2, 1)
+    monkeypatch.setattr(rows_module, "_scan_once", make)
+    with pytest.raises(ValueError, match=reason):
+        parse_json(crowd)
+    assert isinstance(rows_module._json_row(tmp_path, 1, crowd), BadRow)
+
+
+def test_a_long_row_of_ordinary_text_is_read(tmp_path: Path) -> None:
+    table = [{"q": "why", "a": 'Well, he said: "no, never" ' * 60_000, "x": [{"k": "v"}] * 40_000}]
+    assert values(write(tmp_path, json.dumps(table), "data.json")) == table
+    assert values(write(tmp_path, _jsonl(table) + GOOD + "\n", "data.jsonl"))[:1] == table
+
+
+@pytest.mark.parametrize("line", ["," * 2_000_001, '"a",' * 2_000_001])
+def test_a_line_of_too_many_fields_is_refused_before_they_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    path = write(tmp_path, f"q,a\nwhy,so\n{line}\n", "data.csv")
+    rows = rows_of(path, Layout(format="csv"))
+    assert isinstance(next(rows), Row)
+    with pytest.raises(DataError, match="line 3: the line has more than 2,000,000 fields"):
+        next(rows)
+    with pytest.raises(DataError, match="line 1: the line has more than 2,000,000 fields"):
+        read(write(tmp_path, f"{line}\n1\n", "wide.csv"))
+    monkeypatch.setattr(rows_module, "MAX_ROW_CHARS", 1000)
+    with pytest.raises(DataError, match="line 3: the line is longer than"):
+        read(path)
+
+
+def test_a_line_beyond_the_real_limit_is_a_bad_row(tmp_path: Path) -> None:
+    """120 million characters, more than MAX_ROW_CHARS, between two good rows."""
+    path = tmp_path / "data.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        file.write(GOOD + '\n{"q": "')
+        for _ in range(120):
+            file.write("x" * 1_000_000)
+        file.write(f'", "a": "so"}}\n{GOOD}\n')
+    [first, bad, last] = read(path)
+    assert isinstance(bad, BadRow)
+    assert isinstance(first, Row) and isinstance(last, Row)
+    assert (bad.line, bad.reason, last.line) == (2, "the line is longer than 64 million characters", 3)
+
+
+def test_a_hundred_thousand_brackets_are_refused(tmp_path: Path) -> None:
+    deep = "[" * 100_000 + "]" * 100_000
+    for text in (deep, f"[{GOOD}, {deep}]", '{"a":' * 100_000 + "1" + "}" * 100_000):
+        with pytest.raises(DataError, match="nested more than 64 deep"):
+            read(write(tmp_path, text, "data.json"))
+    [_, bad, _] = read(write(tmp_path, f"{GOOD}\n{deep}\n{GOOD}\n", "data.jsonl"))
+    assert isinstance(bad, BadRow)
+    assert bad.reason == "values are nested more than 64 deep"

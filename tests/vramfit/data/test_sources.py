@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from vramfit.data.encodings import detect
 from vramfit.data.sources import Scan, find_files, scan
 from vramfit.errors import DataError
 
@@ -43,6 +44,8 @@ def write(folder: Path, content: bytes, name: str = "data.json") -> Path:
         (pickle.dumps([{"a": "b"}], protocol=0), "pickle"),
         (pickle.dumps({"a": "b"}, protocol=1), "pickle"),
         (pickle.dumps(Path("a"), protocol=0), "pickle"),
+        (b"cos\nsystem\n(S'echo'\ntR.", "pickle"),
+        (b"cbuiltins\ndict\n)R.", "pickle"),
         (b"\n<!-- saved from --> <!-- x -->\n<HTML><p>", "web page"),
         (b"{\\rtf1 hello}", "RTF"),
     ],
@@ -159,3 +162,24 @@ def test_the_hash_is_of_the_unpacked_bytes(tmp_path: Path) -> None:
     two: Scan = scan(write(tmp_path, gzip.compress(b"hello\n"), "b.txt.gz"))
     assert one.sha256 == two.sha256
     assert (one.gzipped, two.gzipped) == (False, True)
+
+
+def test_a_folder_of_links_out_of_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "outside.json").write_text("{}", encoding="utf-8")
+    try:
+        (tmp_path / "data" / "my link.json").symlink_to(tmp_path / "outside.json")
+    except OSError:
+        pytest.skip("this system does not allow links")
+    with pytest.raises(DataError, match=r"no data file but links out of it, the first my link\.json"):
+        find_files((tmp_path / "data",))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 1024])
+def test_surrogates_written_as_characters_are_damage_within_utf8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr("vramfit.data.sources.CHUNK_BYTES", chunk)
+    found = scan(write(tmp_path, '{"a": "b\ud800\udfff"}\n'.encode("utf-8", "surrogatepass")))
+    assert (found.bad_utf8_bytes, found.foreign) == (0, b"")
+    assert detect(found).name == "utf-8"
