@@ -268,6 +268,20 @@ def segment_bytes(size: int) -> int:
     return -(-size // ROUND_SEGMENT_BYTES) * ROUND_SEGMENT_BYTES
 
 
+def live_peak(events: Iterable[Event]) -> int:
+    """The most bytes of tensors alive at once, as they were asked for: no rounding, no segments."""
+    sizes: dict[int, int] = {}
+    alive = peak = 0
+    for tensor, size, _ in events:
+        if size:
+            sizes[tensor] = size
+            alive += size
+            peak = max(peak, alive)
+        else:
+            alive -= sizes.pop(tensor)
+    return peak
+
+
 def replay(events: Iterable[Event], *, cap: float = math.inf, expandable: bool = False) -> Allocator:
     """The allocator after `events`, with its peaks. Raises OutOfMemory when they do not fit into `cap` bytes."""
     allocator = Allocator(cap=cap, expandable=expandable)

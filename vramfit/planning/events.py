@@ -101,11 +101,7 @@ class _Run:
             self.make(size)
         for _ in range(STREAM_SLOTS if self.work.slots else 0):
             self.make(self.work.slots / STREAM_SLOTS)
-        if self.plan.cards > 1:
-            self.make(self.work.program.sharding.bucket_bytes)
-        if self.plan.sharding == "ddp" and self.plan.cards > 1:  # buckets, a second place for every gradient
-            for numbers in self._trained_tensors():
-                self.make(self.work.gradient * numbers)
+        self.make(self.work.buckets)
         if self.plan.recompute and self.plan.input_tier != "device":
             self.make(self.work.stream)
             self.make(self.work.stream)
@@ -114,10 +110,12 @@ class _Run:
         """(bytes, bytes of the 16-bit matrix it is quantised from or 0) of every tensor of weights on this card."""
         work, plan = self.work, self.plan
         if work.shares_weights:
-            share = 0.0 if work.streams else 1.0 / plan.cards
-            yield from ((share * size, 0.0) for size in work.block_bytes)
-            outside = work.weights - share * sum(work.block_bytes)
-            yield from self._outside(outside)
+            yield work.scales, 0.0
+            left = work.weights - work.scales
+            shares = [0.0 if work.streams else size / plan.cards for size in work.block_bytes]
+            shares = [share - work.scales / plan.cards / len(shares) for share in shares]
+            yield from ((share, 0.0) for share in shares if not work.streams)
+            yield from self._outside(left - sum(shares) if not work.streams else 0.0)
             return
         stay = list(range(self.shape.layers))
         if work.streams:
@@ -150,7 +148,7 @@ class _Run:
 
     def _adapters(self) -> Iterator[float]:
         work = self.work
-        if not self.plan.lora_rank:
+        if not self.plan.lora_rank or work.shards_in_ram:
             return
         share = 1.0 / self.plan.cards if work.shares_adapters else 1.0
         yield from (2.0 * self.shape.embedding_params * share for _ in self.plan.saved_modules)
@@ -159,8 +157,8 @@ class _Run:
     def _adapter(self, layer: int) -> Iterator[int]:
         """Numbers of each adapter matrix of a block. Sharding takes each for itself: what trains is apart."""
         for linear in adapted_linears(self.shape, layer, self.plan.lora_targets):
-            yield self.plan.lora_rank * linear.inputs
-            yield self.plan.lora_rank * linear.outputs
+            yield self.plan.lora_rank * linear.inputs * linear.copies
+            yield self.plan.lora_rank * linear.outputs * linear.copies
 
     # --- a micro-batch -----------------------------------------------------------------------------------------------
 
@@ -178,10 +176,11 @@ class _Run:
             hidden = output
         head_cast = self.make(work.head_cast)
         gradient, head_gradient = self._loss(hidden)
+        held_logits = self.make(work.held_logits)
         self.free(head_cast, *(cast for kept in blocks[: self.plan.recompute] for cast in kept.casts))
         gradient = self._backward(blocks, gradient, first=first)
         self._embedding(gradient, head_gradient, first=first)
-        self.free(root, *self._until_backward_ends)
+        self.free(root, held_logits, *self._until_backward_ends)
         self._until_backward_ends = []
 
     def _block_forward(self, layer: int, hidden: int) -> tuple[_Kept, int]:
@@ -194,6 +193,8 @@ class _Run:
         if again and not self.work.caches_casts:
             self.free(*casts)
             casts = []
+        if again and self.work.keeps_products:
+            saved = {0: self.make(self.work.blocks[layer].selected * self.work.tokens)}
         return _Kept(hidden if self._keeps_input(layer) else 0, saved, casts), output
 
     def _tape(self, layer: int) -> Tape:
@@ -203,6 +204,10 @@ class _Run:
         if key not in self._tapes:
             self._tapes[key] = block_tape(self.shape, layer, self.work.formats, input_grad=input_grad)[0]
         return self._tapes[key]
+
+    @property
+    def _keeps_gathered(self) -> bool:
+        return self.work.program.sharding.keeps_gathered and self.work.shares_weights and self.plan.lora_rank > 0
 
     def _gather(self, layer: int) -> int:
         return self.make(self.work.gathered_bytes[layer], _GATHER) if self.work.shares_weights else 0
@@ -248,7 +253,7 @@ class _Run:
 
     def _unpacked(self, step: Step) -> float:
         plan = self.plan
-        return 2.0 * step.operation.weights if plan.weight_format in QUANTISED and plan.lora_rank else 0.0
+        return 2.0 * step.operation.unpacks if plan.weight_format in QUANTISED and plan.lora_rank else 0.0
 
     def _compressed(self, layer: int, saved: dict[int, int]) -> dict[int, int]:
         """What was saved as int8."""
@@ -277,22 +282,25 @@ class _Run:
         """Logits in the compute format, then the program's fp32 copies one after another; backward the same again."""
         work = self.work
         logits, head_gradient = work.logits()
-        entry = logits / (work.tokens * self.shape.vocab_size)
-        narrow = self.make(logits / entry * work.formats.compute) if work.formats.compute < 4 else 0
-        copies = max(1, int(entry // 4))
-        stays = entry % 4 > 0
-        wide = [self.make(4 * logits / entry)]
+        entries = work.tokens * self.shape.vocab_size
+        compute = work.formats.compute
+        wide = compute if work.program.logits_in_compute else 4
+        copies = max(1, int(logits / entries // wide))
+        stays = logits / entries % wide > 0  # the narrow logits are there all the while
+        narrow = self.make(compute * entries) if wide > compute else 0
+        made = [self.make(wide * entries)]
         self.free(0 if stays else narrow)
-        wide += [self.make(4 * logits / entry) for _ in range(copies - 1)]
-        self.free(*wide[:-1])
-        back = [self.make(4 * logits / entry) for _ in range(copies - 1)]
-        self.free(wide[-1] if back else 0, *back[:-1], narrow if stays else 0)
-        of_logits = self.make(logits / entry * work.formats.compute)
-        self.free(back[-1] if back else wide[-1])
+        made += [self.make(wide * entries) for _ in range(copies - 1)]
+        self.free(*made[:-1])
+        back = [self.make(wide * entries) for _ in range(copies - 1)]
+        self.free(made[-1] if back else 0, *back[:-1], narrow if stays else 0)
+        of_logits = self.make(compute * entries) if wide > compute else 0
+        last = back[-1] if back else made[-1]
+        self.free(last if of_logits else 0)
         of_normal = self.make(work.stream)
-        head_gradient_tensor = self.make(head_gradient or work.head_gradient)
-        self.free(of_logits)
-        return of_normal, head_gradient_tensor
+        head = self.make(head_gradient or work.head_gradient)
+        self.free(of_logits or last)
+        return of_normal, head
 
     def _chunks(self) -> tuple[int, int]:
         """Rows of logits a chunk at a time, the gradients filled on the way."""
@@ -302,10 +310,13 @@ class _Run:
         head = self.make(head_gradient)
         rows = min(work.tokens, self.plan.loss_chunk_tokens or work.tokens)
         chunk = logits - work.formats.residual * self.shape.hidden_size * work.tokens
+        all_rows = self.make(work.program.logits_kept * work.tokens * vocab)
+        chunk -= work.program.logits_kept * work.tokens * vocab
         pieces = [4.0 * rows * vocab] * int(chunk // (4.0 * rows * vocab))
         pieces.append(chunk - sum(pieces))
         for share in (1.0, 1.0, (work.tokens % rows) / rows):
             self.free(*[self.make(share * piece) for piece in pieces])
+        self.free(all_rows)
         return of_normal, head
 
     # --- backward ----------------------------------------------------------------------------------------------------
@@ -320,6 +331,9 @@ class _Run:
             self.free(leaving)
             gradient = self._block_backward(layer, blocks[layer], gradient, first=first)
             leaving = there.pop(layer)
+            if self._keeps_gathered:
+                self._until_backward_ends.append(leaving)
+                leaving = 0
         self.free(leaving)
         return gradient
 
@@ -331,6 +345,7 @@ class _Run:
         if again:
             own_input = own_input or self.make(self.work.blocks[layer].input * self.work.tokens)
             casts = self._casts(layer)
+            self.free(*saved.values())
             output, saved = self._forward(layer, keeps=True)
         elif layer < plan.recompute + plan.compress:
             saved = self._expanded(layer, saved)
@@ -402,7 +417,7 @@ class _Run:
     def _gradients_leave_at_once(self, *, first: bool) -> bool:
         """Used by the optimizer as soon as they are there, or added to those of the micro-batches before."""
         plan = self.plan
-        visits = self.work.streams and not plan.lora_rank
+        visits = self.work.shards_in_ram or (self.work.streams and not plan.lora_rank)
         return plan.optimizer_in_backward or visits or (not first and self.work.gradient_share == 1.0)
 
     def _reduce(self, layer: int, made: list[int], *, first: bool) -> None:
@@ -411,7 +426,7 @@ class _Run:
         if work.gradient_share == 1.0:
             self._gradients += made
             return
-        if first:
+        if first and not work.shards_in_ram:
             share = work.gradient * work.gradient_share
             found = self._trained_of_block(layer, flat=not self.plan.lora_rank)
             self._gradients += [self.make(share * numbers, _REDUCE) for numbers in found]
@@ -449,8 +464,9 @@ class _Run:
                     self.make(size * numbers)
             self._has_states = True
         if on_device and plan.optimizer_bits >= 16 and not plan.optimizer_in_backward:
+            casts = [self.make(work.program.step_gradient * numbers) for numbers in self._trained_tensors()]
             scale = work.program.step_temporary * work.weight
-            self.free(*[self.make(scale * numbers) for numbers in self._trained_tensors()])
+            self.free(*casts, *[self.make(scale * numbers) for numbers in self._trained_tensors()])
         self.free(*self._gradients)
         self._gradients = []
 
