@@ -6,11 +6,9 @@ even when it is also the padding token; BOS is never doubled; a document ends in
 
 from __future__ import annotations
 
-import json
 import math
-import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, Literal
@@ -18,6 +16,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from vramfit.data.byte_offsets import ByteOffsets, Spans, byte_spans
 from vramfit.data.rendering import TemplateRefusal
 from vramfit.data.shapes import Conversation, Document, Dropped
 from vramfit.data.template import Rendered, Template, default_template
@@ -26,6 +25,7 @@ TrainedOn = Literal["auto", "everything", "assistant", "last"]
 IntArray = NDArray[np.int32]
 BoolArray = NDArray[np.bool_]
 FloatArray = NDArray[np.float32]
+Masked = tuple[IntArray, BoolArray, FloatArray | None]
 
 MAX_TEXT_CHARS: Final = 2**31 - 1
 
@@ -78,7 +78,7 @@ class Encoder:
         self._template = self._make_template() if conversations else None
         self._bos, self._eos = _bos_in_front(tokenizer), tokenizer.eos_token_id
         self._backend = tokenizer.backend_tokenizer if getattr(tokenizer, "is_fast", False) else None
-        self._in_order = _keeps_order(self._backend) if self._backend is not None else None
+        self._places = ByteOffsets.of(self._backend) if conversations and self._backend is not None else None
         self._ends = {self._eos, *tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
 
     def _make_template(self) -> Template:
@@ -190,38 +190,36 @@ class Encoder:
         batch = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(item.ids, dtype=np.int32) for item in batch]
 
-    def _masked(self, items: list[Rendered]) -> list[tuple[IntArray, BoolArray, FloatArray | None]]:
-        """Token ids, which of them lie in the spans, by character offsets, and their weights where there are any."""
+    def _masked(self, items: list[Rendered]) -> list[Masked]:
+        """Token ids, which of them lie in the spans, and their weights, by the places of the tokens."""
         if not items:
             return []
         if self._backend is None:
             return [self._piecewise(item) for item in items]
-        batch = self._backend.encode_batch([item.text for item in items], add_special_tokens=False)
+        if self._places is None:
+            return self._looked_up(items)
+        found = self._ids([item.text for item in items])
+        places = [self._places.find(ids, item.text) for ids, item in zip(found, items, strict=True)]
+        others = iter(self._looked_up([item for item, known in zip(items, places, strict=True) if known is None]))
         return [
-            (np.array(found.ids, dtype=np.int32), *self._trained(found, item))
-            for found, item in zip(batch, items, strict=True)
+            next(others) if known is None else _marked(ids, known, item, byte_spans(item.text, item.spans))
+            for ids, known, item in zip(found, places, items, strict=True)
         ]
 
-    def _trained(self, found: Any, item: Rendered) -> tuple[BoolArray, FloatArray | None]:
-        if not item.weights:
-            return self._in_spans(found, item.text, item.spans), None
-        weights = np.zeros(len(found), dtype=np.float32)
-        for weight in sorted(set(item.weights)):
-            spans = [span for span, own in zip(item.spans, item.weights, strict=True) if own == weight]
-            weights[self._in_spans(found, item.text, spans)] = weight
-        return weights > 0, weights
-
-    def _in_spans(self, found: Any, text: str, spans: Sequence[tuple[int, int]]) -> BoolArray:
-        if self._in_order is not None and self._in_order(text):
-            trained = edges_in_spans(found, spans)
-            if trained is not None:
-                return trained
-        return tokens_in_spans(np.array(found.offsets, dtype=np.int64), spans)
+    def _looked_up(self, items: list[Rendered]) -> list[Masked]:
+        """The same with the places that the tokenizer's library gives."""
+        if not items or self._backend is None:
+            return []
+        batch = self._backend.encode_batch([item.text for item in items], add_special_tokens=False)
+        return [
+            _marked(np.array(found.ids, dtype=np.int32), np.array(found.offsets, dtype=np.int64), item, item.spans)
+            for found, item in zip(batch, items, strict=True)
+        ]
 
     def _slow(self, text: str) -> IntArray:
         return np.array(self.tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
-    def _piecewise(self, item: Rendered) -> tuple[IntArray, BoolArray, FloatArray | None]:
+    def _piecewise(self, item: Rendered) -> Masked:
         """For tokenizers without offsets: what is learned and what is not are encoded piece by piece."""
         cuts = [0, *(edge for span in item.spans for edge in span), len(item.text)]
         pieces = [self._slow(item.text[a:b]) for a, b in pairwise(cuts)]
@@ -255,7 +253,16 @@ def _bos_in_front(tokenizer: Any) -> int | None:
     return int(bos) if len(ids) and ids[0] == bos else None
 
 
-def tokens_in_spans(offsets: NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> BoolArray:
+def _marked(ids: IntArray, offsets: NDArray[np.int64], item: Rendered, spans: Spans) -> Masked:
+    if not item.weights:
+        return ids, tokens_in_spans(offsets, spans), None
+    weights = np.zeros(len(ids), dtype=np.float32)
+    for weight, span in sorted(zip(item.weights, spans, strict=True)):  # of two weights a token takes the greater
+        weights[tokens_in_spans(offsets, [span])] = weight
+    return ids, weights > 0, weights
+
+
+def tokens_in_spans(offsets: NDArray[np.int64], spans: Spans) -> BoolArray:
     """Which tokens hold at least one character of a span. `offsets` [n, 2] are character [start, end) per token.
 
     Some tokenizers trim white space off the offsets, which leaves a token of white space with no width; it then covers
@@ -264,68 +271,11 @@ def tokens_in_spans(offsets: NDArray[np.int64], spans: Sequence[tuple[int, int]]
     trained = np.zeros(len(offsets), dtype=np.bool_)
     if not len(offsets) or not spans:
         return trained
-    start, end = offsets[:, 0].copy(), offsets[:, 1]
-    before = np.concatenate([[0], np.maximum.accumulate(end)[:-1]])
+    start, end = offsets[:, 0], offsets[:, 1]
     empty = end <= start
-    start[empty] = np.minimum(before, start)[empty]
+    if empty.any():
+        before = np.concatenate([[0], np.maximum.accumulate(end)[:-1]])
+        start = np.where(empty, np.minimum(before, start), start)
     for first, last in spans:
         trained |= np.minimum(end, last) > np.maximum(start, first)
     return trained
-
-
-def edges_in_spans(found: Any, spans: Sequence[tuple[int, int]]) -> BoolArray | None:
-    """`tokens_in_spans` of an encoding whose tokens lie in order, without all of its offsets as Python objects.
-
-    Only the tokens at a span's first and last character are looked up; those between them lie in it. None where no
-    token holds one of these characters.
-    """
-    count = len(found)
-    trained = np.zeros(count, dtype=np.bool_)
-    for first, last in spans:
-        if first >= last:
-            continue
-        begin, end = found.char_to_token(first), found.char_to_token(last - 1)
-        if begin is None or end is None:
-            return None
-        before = found.token_to_chars(end)[1]
-        end += 1
-        while end < count:  # several tokens may share a character, and one of no width covers what is before it
-            start, stop = found.token_to_chars(end)
-            if (start if start < stop else min(before, start)) >= last:
-                break
-            before = max(before, stop)
-            end += 1
-        trained[begin:end] = True
-    return trained
-
-
-def _keeps_order(backend: Any) -> Callable[[str], bool] | None:
-    """For which texts the offsets of this tokenizer go only forward, none of them empty but for trimmed white space.
-
-    That is so for byte-level ones, which most models have, as long as nothing is put in and the text is not rewritten
-    before it is cut; None for all others.
-    """
-    parts = _parts(backend.pre_tokenizer)
-    if {part["type"] for part in parts} - {"ByteLevel", "Split", "Digits"}:
-        return None
-    levels = [part for part in parts if part["type"] == "ByteLevel"]
-    if not levels or any(part["add_prefix_space"] for part in levels):
-        return None
-    if any(part.get("behavior") not in (None, "Isolated") or part.get("invert") for part in parts):
-        return None
-    forms = [part["type"] for part in _parts(backend.normalizer)]
-    if not forms:
-        return lambda _text: True
-    return _is_nfc if forms == ["NFC"] else None
-
-
-def _is_nfc(text: str) -> bool:
-    return unicodedata.is_normalized("NFC", text)
-
-
-def _parts(component: Any) -> list[dict[str, Any]]:
-    """The steps of a part of a tokenizer, each with its type and settings."""
-    if component is None:
-        return []
-    state = json.loads(component.__getstate__())
-    return list(state.get("pretokenizers", state.get("normalizers", [state])))
