@@ -1,4 +1,4 @@
-"""The command line: python -m vramfit {train,estimate,plan,explore,data}. Same core as the panel, none of its packages.
+"""The command line: python -m vramfit {train,estimate,plan,explore,data,calibrate}. The panel's core, not its packages.
 
 Exit code 0: good. 2: the user's input is wrong (one sentence on stderr). 1: our fault.
 """
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from vramfit import __version__
-from vramfit.commands import data, estimate, explore, plan, train
+from vramfit.commands import calibrate, data, estimate, explore, plan, train
 from vramfit.console import use_utf8
 from vramfit.engine.threads import let_threads_sleep
 from vramfit.errors import UserError
@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         (plan, "plan", "the fastest settings that fit, each with its reason"),
         (explore, "explore", "what a card could train, one model on all cards, memory against length"),
         (data, "data", "what a data set holds and what the model will see of it"),
+        (calibrate, "calibrate", "measure what this machine reaches, in about ten seconds, for better estimates"),
     ):
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         module.add_arguments(command)

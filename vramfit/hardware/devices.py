@@ -121,9 +121,12 @@ def probe(
 ) -> Machine:
     """This machine: its cards (NVML, or torch in a child process), the CPU, RAM and the disk of `data_dir`.
 
+    Rates are those measured here, where `data_dir` keeps a calibration, else the catalogue's.
     Never raises for a card that does not answer: `notes` says so in full sentences. `nvml` (the module `pynvml` by
     default), `environment` and `build` are what is asked, for tests.
     """
+    from vramfit.hardware.calibrate import with_measured_rates  # it builds on this module's types
+
     environment = os.environ if environment is None else environment
     build = torch_build() if build is None else build
     notes: list[str] = []
@@ -139,8 +142,9 @@ def probe(
     memory = psutil.virtual_memory()
     ram, free = _within_cgroup(memory.total, memory.available)
     cores = _cores(environment)
+    found = (*_best_first(cards), _cpu(ram, free, cores))
     return Machine(
-        devices=(*_best_first(cards), _cpu(ram, free, cores)),
+        devices=tuple(with_measured_rates(device, data_dir) for device in found),
         ram_bytes=ram,
         ram_free_bytes=free,
         disk_free_bytes=shutil.disk_usage(_existing(data_dir)).free,

@@ -388,7 +388,8 @@ class _Step:
         share = 1.0 / plan.cards if plan.sharding not in ("none", "ddp") else 1.0
         numbers = self.trained * share
         moved = trips * (2 * weight + self.gradient + 2 * states) + CLIPPING_GRADIENTS * self.gradient
-        bandwidth = self.rates.bandwidth if plan.optimizer_tier == "device" else self.rates.ram
+        on_device = plan.optimizer_tier == "device" and not self.rates.on_cpu
+        bandwidth = self.rates.bandwidth if on_device else self.rates.ram
         on_link = 0.0
         if plan.optimizer_tier != "device" and plan.weights_tier == "device" and not self.rates.on_cpu:
             on_link = numbers * (self.gradient + weight) / self.rates.link
