@@ -80,6 +80,25 @@ def test_case_024_lists_printed_into_a_table_are_conversations_or_refused(tmp_pa
                 survey([path])
 
 
+@pytest.mark.parametrize(
+    "name", ["my models", "it's 100% mine", "-x", "--json", "模型 😀", "a" * 200, "{curly} [x] #1 &"]
+)
+def test_case_140_a_file_may_lie_anywhere_and_be_called_anything(
+    write_rows: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    folder = tmp_path / "C D" / name
+    folder.mkdir(parents=True)
+    path = folder / f"{name}.jsonl"
+    write_rows([PAIR]).rename(path)
+    monkeypatch.chdir(folder)
+    for given in ([path], [folder], [f"{name}.jsonl"], [str(path)]):
+        assert (survey(given).rows, Path(survey(given).files[0]).name) == (1, path.name)
+    path.write_text("{", encoding="utf-8")
+    with pytest.raises(DataError) as caught:
+        survey([path])
+    assert caught.value.path == path
+
+
 @pytest.mark.parametrize(("asked", "answered"), [("user", "assistant"), ("human", "gpt"), ("prompter", "bot")])
 @pytest.mark.parametrize("names", [("role", "content"), ("from", "value"), ("role", "text")])
 def test_case_047_tags_are_known_without_being_named(
