@@ -81,8 +81,8 @@ def _is_lines(head: str, scan: Scan) -> bool:
     lines = [line.strip() for line in head.split("\n", 50) if line.strip()]
     if len(lines) == 1:
         # One object: the reader of JSON files finds the rows in it, or takes it as one row. A first line longer than
-        # the head is one of many when more than the last line end is in the file.
-        return scan.unpacked_bytes > HEAD_BYTES and scan.newlines > 1
+        # the head is one of several when another begins behind it.
+        return scan.unpacked_bytes > HEAD_BYTES and scan.lines > 1
     if lines[0].endswith("}"):
         return True
     try:

@@ -87,7 +87,7 @@ class Scan:
     multibyte_bytes: int
     first_nul: int | None
     nul_bytes: int
-    newlines: int
+    lines: int
     foreign: bytes
     stamp: tuple[int, int, int]
 
@@ -233,7 +233,7 @@ def scan(path: Path) -> Scan:
         multibyte_bytes=counter.multibyte,
         first_nul=counter.first_nul,
         nul_bytes=counter.nuls,
-        newlines=counter.newlines,
+        lines=counter.newlines + (not counter.ended),
         foreign=bytes(counter.foreign),
         stamp=stamp,
     )
@@ -269,6 +269,7 @@ class _ByteCounter:
     def __init__(self) -> None:
         self.size = self.bad = self.multibyte = self.nuls = self.newlines = 0
         self.first_nul: int | None = None
+        self.ended = True  # with a line end
         self.hash = hashlib.sha256()
         self.foreign = bytearray()
         self._rest = b""
@@ -280,6 +281,7 @@ class _ByteCounter:
             self.first_nul = self.size + chunk.index(0)
         self.nuls += nuls
         self.newlines += chunk.count(b"\n")
+        self.ended = chunk.endswith(b"\n")
         self.size += len(chunk)
         if self._rest or not chunk.isascii():
             self._check_utf8(self._rest + chunk, last=False)

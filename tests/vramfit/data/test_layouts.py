@@ -109,3 +109,10 @@ def test_one_row_and_a_cut_character_are_lines(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'{"a": "1"}\n\xe4')
     assert layout_of(scan(path), encoding="utf-8").format == "jsonl"
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_two_rows_of_which_the_first_is_long_are_lines(tmp_path: Path, end: str) -> None:
+    long = '{"a": "' + "x" * 70_000 + '", "more": [{"b": "c"}]}'
+    assert layout(tmp_path, long + '\n{"a": "y"}' + end)[0] == "jsonl"
+    assert layout(tmp_path, long + end)[0] == "json"
