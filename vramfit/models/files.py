@@ -17,6 +17,7 @@ CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _LFS_POINTER = b"version https://git-lfs"
+_TOKEN_TABLES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _DOWNLOAD_AGAIN = "Download it again, completely."
 
 
@@ -25,7 +26,7 @@ def check_folder(folder: Path, *, weights: bool = True) -> dict[str, Any]:
     config = read_config(folder)
     if weights:
         for path in weight_files(folder):
-            check_safetensors(path)
+            _check_vocabulary(path, check_safetensors(path), config.get("vocab_size"))
     return config
 
 
@@ -68,8 +69,19 @@ def weight_files(folder: Path) -> list[Path]:
     raise _no_weights(folder)
 
 
-def check_safetensors(path: Path) -> None:
-    """Check a safetensors file by its header and its length, without reading the weights. Raises ModelError.
+def _check_vocabulary(path: Path, shapes: dict[str, list[int]], vocab_size: object) -> None:
+    """Raises ModelError when the table of tokens has other rows than config.json counts."""
+    for name, shape in shapes.items():
+        if name.endswith(_TOKEN_TABLES) and isinstance(vocab_size, int) and shape[:1] not in ([], [vocab_size]):
+            raise ModelError(
+                f"{path} holds {shape[0]:,} rows of {name}, and config.json says vocab_size {vocab_size:,}",
+                "Use a config.json and weights that belong together.",
+            )
+
+
+def check_safetensors(path: Path) -> dict[str, list[int]]:
+    """Check a safetensors file by its header and its length, without reading the weights, and return the shape of
+    every tensor. Raises ModelError.
 
     The format: 8 bytes with the header's length, the header as JSON with every tensor's offsets, then the tensors.
     """
@@ -92,7 +104,9 @@ def check_safetensors(path: Path) -> None:
         file.seek(8)
         try:
             header = json.loads(file.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            header.pop("__metadata__", None)
+            ends = [entry["data_offsets"][1] for entry in header.values()]
+            shapes = {name: [int(size) for size in entry["shape"]] for name, entry in header.items()}
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
             raise ModelError(f"{path} is not a safetensors file: its header is damaged", _DOWNLOAD_AGAIN) from None
     wanted = 8 + length + max(ends, default=0)
@@ -100,6 +114,7 @@ def check_safetensors(path: Path) -> None:
         raise ModelError(
             f"{path} is cut off: it has {format_bytes(size)} ({size:,} bytes) of {wanted:,} bytes", _DOWNLOAD_AGAIN
         )
+    return shapes
 
 
 def _no_config(folder: Path) -> ModelError:
