@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import json
+import weakref
+from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from safetensors.torch import load, save
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from vramfit.config import ScheduleChoice
 from vramfit.engine.optimizers import build_optimizer
@@ -150,6 +154,45 @@ def test_evaluation_changes_nothing_and_weighs_tokens(tiny):
     assert together[0] == pytest.approx(apart[0], rel=1e-6) and together[1] == apart[1]
     assert torch.equal(torch.get_rng_state(), random_before) and model.training
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made under it held at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.users, self.now, self.most = Counter(), 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self._hold(storage.data_ptr(), storage.nbytes())
+                weakref.finalize(tensor, self._let_go, storage.data_ptr(), storage.nbytes())
+        return made
+
+    def _hold(self, place, size):
+        self.users[place] += 1
+        self.now += size if self.users[place] == 1 else 0
+        self.most = max(self.most, self.now)
+
+    def _let_go(self, place, size):
+        self.users[place] -= 1
+        self.now -= size if self.users[place] == 0 else 0
+
+
+@pytest.mark.parametrize("loss", ["fused", "chunked", "full"])
+def test_case_112_evaluation_needs_the_memory_of_one_piece_however_many_there_are(tiny, loss):
+    """What is kept of a piece is its loss: logits of a held-out share never lie side by side."""
+    executor = executor_for(tiny.build("llama"), tiny, loss=loss)
+    most = []
+    for count in (2, 40):
+        pieces = [tiny.pad(tiny.sequences(32, 32)) for _ in range(count)]
+        with LiveBytes() as live:
+            executor.evaluate(pieces)
+        most.append(live.most)
+    assert most[0] == most[1] > 0
 
 
 def test_steps_without_trained_tokens_are_refused(tiny):
