@@ -16,11 +16,18 @@ SHOWN_CHARS: Final = 40
 
 
 def column_map(
-    columns: Mapping[str, str], mapping: Mapping[str, str], texts: Texts, *, chosen: bool, unknown: bool = False
+    columns: Mapping[str, str],
+    mapping: Mapping[str, str],
+    texts: Texts,
+    *,
+    chosen: bool = False,
+    guessed: bool = False,
+    wrong: bool = False,
 ) -> str:
     """The control for a file's `columns` (each with a value of its first rows), filled with `mapping` (part to column).
 
-    `chosen`: the mapping is the person's own. `unknown`: it is only a guess, or wrong; the control is then open.
+    `chosen`: the form has a mapping of its own, which can be forgotten. `guessed`: this one is only a guess. `wrong`:
+    nothing can be read with what the form has now, so the control is open.
     """
     if not columns:
         return ""
@@ -29,11 +36,11 @@ def column_map(
     parts = "".join(
         _parts(one, columns, mapping if one is kind else {}, texts, shown=one is kind) for one in MAPPED_KINDS
     )
-    note = f'<p class="vf-note">{_esc(texts["map.guess"])}</p>' if unknown and not chosen else ""
+    note = f'<p class="vf-note">{_esc(texts["map.guess"])}</p>' if guessed else ""
     forget = f'<button type="button" data-forget>{_esc(texts["map.forget"])}</button>' if chosen else ""
-    summary = "" if unknown else f"<span>{_esc(' · '.join(mapping.values()))}</span>"
+    summary = "" if wrong else f"<span>{_esc(' · '.join(mapping.values()))}</span>"
     return (
-        f'<details class="vf-map"{" open" if unknown else ""}><summary>{_esc(texts["map.title"])} {summary}</summary>'
+        f'<details class="vf-map"{" open" if wrong else ""}><summary>{_esc(texts["map.title"])} {summary}</summary>'
         f'{note}<div class="vf-map-kind"><label><span>{_esc(texts["map.kind"])}</span>'
         f"<select data-kind>{kinds}</select></label></div>{parts}"
         f'<div class="vf-map-do"><button type="button" data-use>{_esc(texts["map.use"])}</button>{forget}</div>'

@@ -211,7 +211,10 @@ def _notes(survey: Survey | None, sample: Sample | None, lost: LeftOut | None) -
         if lost is not None and not _asks(lost):
             more = lost.reasons - Counter(survey.dropped)
             about = "About " if lost.about else ""
-            notes += [f"{about}{count:,} rows are left out: {reason}." for reason, count in more.most_common()]
+            notes += [
+                f"{about}{count:,} row{'' if count == 1 else 's'} left out: {reason}."
+                for reason, count in more.most_common()
+            ]
     return [*notes, *(sample.notes if sample is not None else ())]
 
 

@@ -25,7 +25,7 @@ from ui.runs import exports
 from ui.samples import Sample
 from ui.texts import Texts
 from vramfit.config import STARTER_MODEL, STARTER_QUESTIONS, STARTER_STORIES, RunConfig
-from vramfit.data.read import Survey
+from vramfit.data.read import ReadOptions, Survey
 from vramfit.data.report import TooManyDropped, check_dropped
 from vramfit.data.shapes import ColumnsError
 from vramfit.errors import ConfigError, DataError, HardwareError, ModelError, Problem, UserError, VramfitError
@@ -51,12 +51,13 @@ _SET_BY_CARD: Final = ("data.columns", "data.most_dropped_share")
 """Fields that the controls in the data card set."""
 
 _FIELD_OF_ERROR: Final = (
-    (ColumnsError, "data.columns"),
-    (TooManyDropped, "data.most_dropped_share"),
-    (DataError, "data.paths"),
-    (ModelError, "model.source"),
-    (HardwareError, "device"),
+    (ColumnsError, "data.columns", "map.remedy"),
+    (TooManyDropped, "data.most_dropped_share", "data.agree.remedy"),
+    (DataError, "data.paths", ""),
+    (ModelError, "model.source", ""),
+    (HardwareError, "device", ""),
 )
+"""Where an error is told, and the page's own remedy for it where it has a better one."""
 
 
 class NewRun:
@@ -316,7 +317,14 @@ class NewRun:
 
     def _open_columns(self, error: ColumnsError, config: RunConfig) -> str:
         own = {part: column for part, column in config.data.columns.items() if column in error.columns}
-        return column_map(error.columns, own or error.guess, self.texts, chosen=bool(own), unknown=True)
+        return column_map(
+            error.columns,
+            own or error.guess,
+            self.texts,
+            chosen=bool(config.data.columns),
+            guessed=not own and bool(error.guess),
+            wrong=True,
+        )
 
     def _folded_columns(self, config: RunConfig, survey: Survey | None, sample: Sample | None) -> str:
         """The recognised columns, where there are any and they are known by now."""
@@ -358,18 +366,21 @@ class NewRun:
                 name = card.removeprefix(PLAN_PREFIX)
                 raise UserError(self.texts["estimate.plan_only"].format(name=name))
             preview = self.previewer.preview(config, card)
-            self._check_left_out(config)
+            self._check_rows(config)
         except VramfitError as error:
             return {self.estimate: self._error_html(error), self.answer: ""}
         run = self._add_once(config, preview, session=str(request.session_hash))
         ensure_running(self.store.data_dir)
         return {self.estimate: self._forecast_html(preview), self.answer: self._order("open", str(run))}
 
-    def _check_left_out(self, config: RunConfig) -> None:
-        """Raises TooManyDropped for rows that are lost as far as that is known by now. The run counts all of them."""
+    def _check_rows(self, config: RunConfig) -> None:
+        """Raises DataError for rows that cannot be read and TooManyDropped for those that would be left out, as far as
+        that is known by now: what the run would stop at when it has counted all of them."""
         survey, sample = self.previewer.survey(config), self.previewer.samples.known(config)
         if survey is None:
             return
+        if survey.bad and (refused := ReadOptions.of(config.data).refusal(survey.bad_rows, survey.bad[0])) is not None:
+            raise refused
         lost = left_out(survey, sample, config.data, self.previewer.limit(config))
         check_dropped(lost.reasons, rows=lost.rows, choice=config.data, about=lost.about)
 
@@ -452,9 +463,10 @@ class NewRun:
     def _error_html(self, error: VramfitError) -> str:
         if isinstance(error, ConfigError):
             return problems_card(error.problems, self.texts)
-        for kind, field in _FIELD_OF_ERROR:
+        for kind, field, own in _FIELD_OF_ERROR:
             if isinstance(error, kind):
-                return problems_card([Problem(field=field, what=error.what, remedy=error.remedy)], self.texts)
+                remedy = self.texts[own] if own else error.remedy
+                return problems_card([Problem(field=field, what=error.what, remedy=remedy)], self.texts)
         return error_card(error, self.texts)
 
     def _add_once(self, config: RunConfig, preview: Preview, *, session: str) -> int:

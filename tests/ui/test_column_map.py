@@ -11,7 +11,7 @@ GUESS = {"prompt": "Frage", "completion": "<b>"}
 
 def test_unknown_columns_are_open_and_marked_as_a_guess() -> None:
     for language in ("en", "zh"):
-        shown = column_map(COLUMNS, GUESS, texts_of(language), chosen=False, unknown=True)
+        shown = column_map(COLUMNS, GUESS, texts_of(language), guessed=True, wrong=True)
         assert '<details class="vf-map" open>' in shown
         assert texts_of(language)["map.guess"] in shown
         assert 'data-part="prompt" data-needed><option value="Frage" selected>Frage — Was ist das?</option>' in shown
@@ -32,7 +32,7 @@ def test_the_kind_is_that_of_the_mapping() -> None:
     assert kind_of({"messages": "m", "tools": "t"}).name == "messages"
     assert kind_of({"instruction": "i", "output": "o"}).name == "instruction"
     assert kind_of({}).name == "prompt"
-    shown = column_map(COLUMNS, {"text": "Frage"}, texts_of("en"), chosen=False)
+    shown = column_map(COLUMNS, {"text": "Frage"}, texts_of("en"))
     assert '<option value="text" selected>' in shown
     assert shown.count(" hidden>") == 3
-    assert column_map({}, {}, texts_of("en"), chosen=False) == ""
+    assert column_map({}, {}, texts_of("en")) == ""

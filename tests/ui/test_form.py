@@ -54,7 +54,10 @@ configs = st.builds(
     data=st.builds(
         dict,
         paths=st.lists(st.sampled_from(["a.jsonl", "b c.csv", "数据.txt"]), min_size=1, max_size=3),
-        columns=st.dictionaries(st.sampled_from(["text", "prompt"]), st.sampled_from(["story", "a:b", "列"])),
+        columns=st.dictionaries(
+            st.sampled_from(["text", "prompt"]),
+            st.sampled_from(["story", "a:b", "列", " a ", '"b"', '"', "two\nlines", " "]),
+        ),
         max_length=st.one_of(st.just("auto"), st.integers(8, 4096)),
         packing=st.sampled_from(["auto", True, False]),
         eval_share=st.floats(0, 0.5),

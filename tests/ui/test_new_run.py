@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from jobs.store import Store
 from ui import new_run
 from ui.new_run import OWN_FILES, NewRun, keep_upload
 from ui.preview import PLAN_PREFIX, Preview, Previewer
+from ui.samples import Sample
 from ui.texts import texts_of
 from vramfit.config import RunConfig
 from vramfit.errors import UserError
@@ -255,3 +258,86 @@ def test_the_data_card_says_why_no_tokens_are_counted(page: NewRun, tmp_path: Pa
     assert "There is no &lt;tokenizer&gt;. Find one." in card
     assert "data-again" not in card
     assert "19" in card  # duplicates
+
+
+UNKNOWN = [
+    {"Frage": f"Was ist das, Nummer {n}?", "Antwort": f"Das ist ein kleines Haus, Nummer {n}."} for n in range(30)
+]
+
+
+def _write(folder: Path, rows: list[dict[str, Any]]) -> str:
+    path = folder / "mine.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return str(path)
+
+
+def test_unknown_columns_are_guessed_and_the_guess_is_a_run(page: NewRun, store: Store, tmp_path: Path) -> None:
+    page.previewer.samples.ask = lambda config: None
+    values = _values(page, data=OWN_FILES, data__paths=_write(tmp_path, UNKNOWN))
+    shown = page.on_data(values)
+    assert shown[page.data_card] == ""
+    assert texts_of("en")["map.guess"] in shown[page.columns]
+    page.on_start(values, SESSION)
+    assert store.jobs() == []
+    assert 'data-field="data.columns"' in page.on_change(values)[page.estimate]
+    order = SimpleNamespace(field="data.columns", value={"prompt": "Frage", "completion": "Antwort"})
+    updates = page.on_set(order)
+    assert updates == {page.widgets["data.columns"]: "prompt: Frage\ncompletion: Antwort"}
+    mapped = {**values, **updates}
+    assert "vf-bar" in page.on_change(mapped)[page.estimate]
+    page.on_start(mapped, SESSION)
+    config = store.jobs()[0].config
+    assert config.data.columns == order.value
+    filled = page.on_copy(store.jobs()[0].id)
+    assert filled[page.widgets["data.columns"]] == "prompt: Frage\ncompletion: Antwort"
+
+
+def test_a_mapping_of_another_file_is_told_at_the_columns_and_can_be_forgotten(page: NewRun, tmp_path: Path) -> None:
+    path = _write(tmp_path, UNKNOWN)
+    values = _values(page, data=OWN_FILES, data__paths=path, data__columns="text: poem")
+    assert "data-forget" in page.on_data(values)[page.columns]
+    estimate = page.on_change(values)[page.estimate]
+    assert 'data-field="data.columns"' in estimate
+    assert "no column &#x27;poem&#x27;" in estimate
+    assert page.on_set(SimpleNamespace(field="data.columns", value={})) == {page.widgets["data.columns"]: ""}
+
+
+def test_known_columns_are_folded_beside_the_card(page: NewRun, tmp_path: Path) -> None:
+    found = Sample(
+        lengths=(9,), trained=((1, 9),), whole=True, total=1, format="jsonl", columns={"question": "q", "answer": "a"}
+    )
+    page.previewer.samples.ask = lambda config: found
+    path = _write(tmp_path, [{"question": "q", "answer": "a"}])
+    shown = page.on_data(_values(page, data=OWN_FILES, data__paths=path))
+    assert '<details class="vf-map">' in shown[page.columns]
+    assert "question · answer" in shown[page.columns]
+    page.previewer.samples.ask = lambda config: replace(found, format="text")
+    assert page.on_data(_values(page, data=OWN_FILES, data__paths=path))[page.columns] == ""
+
+
+def test_start_refuses_to_leave_out_many_rows_until_someone_agrees(page: NewRun, store: Store, tmp_path: Path) -> None:
+    rows = [{"question": f"q {n}", "answer": "a" if n % 4 else None} for n in range(40)]
+    values = _values(page, data=OWN_FILES, data__paths=_write(tmp_path, rows))
+    refused = page.on_start(values, SESSION)[page.estimate]
+    assert store.jobs() == []
+    assert 'data-field="data.most_dropped_share"' in refused
+    assert "10 of 40 rows (25.0%) would be left out" in refused
+    assert "Train on the rest" in refused
+    agreed = {**values, **page.on_set(SimpleNamespace(field="data.most_dropped_share", value="0.3"))}
+    page.on_start(agreed, SESSION)
+    assert store.jobs()[0].config.data.most_dropped_share == 0.3
+
+
+def test_start_refuses_a_row_that_the_run_would_stop_at(page: NewRun, store: Store, tmp_path: Path) -> None:
+    path = Path(_write(tmp_path, [{"question": "q", "answer": "a"}] * 30))
+    path.write_text(path.read_text(encoding="utf-8") + "\n{bad", encoding="utf-8")
+    values = _values(page, data=OWN_FILES, data__paths=str(path))
+    assert "line 31" in page.on_start(values, SESSION)[page.estimate]
+    assert store.jobs() == []
+    page.on_start({**values, page.widgets["data.bad_rows"]: "skip"}, SESSION)
+    assert len(store.jobs()) == 1
+
+
+def test_the_card_sets_no_other_field(page: NewRun) -> None:
+    with pytest.raises(UserError):
+        page.on_set(SimpleNamespace(field="model.source", value="x"))

@@ -1,4 +1,4 @@
-"""One row in the data card: what is learned, special, cut and split is in sight, no text is markup; and rows looked for."""
+"""One row in the data card: what is learned, special, cut and split is in sight, no text is markup; rows found."""
 
 from __future__ import annotations
 

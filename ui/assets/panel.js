@@ -142,6 +142,7 @@
       if (index >= 0) event.target.open ? open.add(index) : open.delete(index);
     }, true);
     VF.askEstimate = () => trigger("click", {});
+    VF.markAgain = () => VF.markFields(element); // a control that tells problems was drawn anew
     const after = () => {
       element.querySelectorAll("details").forEach((fold, index) => { fold.open = open.has(index); });
       VF.markFields(element);
@@ -229,6 +230,7 @@
         if (shown?.key === keyOf(box.dataset)) put();
         else show(shown && shown.key.startsWith(`${box.dataset.token} `) ? shown.number : 1);
       }
+      VF.markAgain?.();
       clearTimeout(again);
       again = setTimeout(askAgain, 300);
     };
@@ -257,8 +259,10 @@
       const value = Object.fromEntries(chosen.map((part) => [part.dataset.part, part.value]));
       trigger("submit", { field: "data.columns", value: "forget" in button.dataset ? {} : value });
     });
-    watch("value", check);
-    check();
+    watch("value", () => {
+      check();
+      VF.markAgain?.();
+    });
   };
 
   VF.markFields = (element) => {

@@ -6,6 +6,7 @@ process that does this work for the panel.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -275,7 +276,8 @@ def _refusal(result: Example | Dropped) -> str | None:
 
 def _as_it_stands(row: Row) -> str:
     """The row's own text, for one that has no other."""
-    lines = (f"{name}: {value if isinstance(value, str) else plain(value)}" for name, value in row.values.items())
+    values = ((name, value if isinstance(value, str) else plain(value)) for name, value in row.values.items())
+    lines = (f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in values)
     return "\n".join(lines)[:SHOWN_CHARS]
 
 
