@@ -79,9 +79,9 @@ def _fits(found: dict[str, Any]) -> Iterator[str]:
         "not to fit (goal: at most 2 %)."
     )
     if speed["n"]:
-        order = f"{speed['pair_order']:.0%}" if speed["pair_order"] is not None else "-"
+        order = f"{100 * speed['pair_order']:.0f} %" if speed["pair_order"] is not None else "-"
         yield (
-            f"Tokens/s of {speed['n']} runs: median error {speed['median']:.1%} (goal: 20 %), "
+            f"Tokens/s of {speed['n']} runs: median error {100 * speed['median']:.1f} % (goal: 20 %), "
             f"order of two runs of one source right in {order} (goal: 93 %)."
         )
 
@@ -102,7 +102,7 @@ def _capped(rows: Sequence[Compared]) -> Iterator[str]:
     for program, quality in sorted({(row.program, row.quality) for row in rows}):
         errors = [row.error for row in rows if (row.program, row.quality) == (program, quality)]
         reached = sum(error >= -0.05 for error in errors)
-        yield f"| {program} | {quality} | {len(errors)} | {reached} | {min(errors):+.1%} |"
+        yield f"| {program} | {quality} | {len(errors)} | {reached} | {100 * min(errors):+.1f} % |"
 
 
 def _skipped(skipped: Sequence[dict[str, str]]) -> Iterator[str]:
@@ -112,7 +112,7 @@ def _skipped(skipped: Sequence[dict[str, str]]) -> Iterator[str]:
 
 
 def _line(name: str, value: dict[str, Any], goal: str | None = None) -> str:
-    figures = " | ".join("-" if value[key] is None else f"{value[key]:.1%}" for key in ("median", "p90"))
+    figures = " | ".join("-" if value[key] is None else f"{100 * value[key]:.1f} %" for key in ("median", "p90"))
     return f"| {name} | {value['n']} | {figures} |" + (f" {goal} |" if goal else "")
 
 
@@ -152,8 +152,7 @@ def scatter(rows: Sequence[Compared]) -> str:
 def _axes(place: Any, low: float, high: float) -> Iterator[str]:
     """Grid, diagonal with its band, labels."""
     ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100, 200) if low <= tick <= high]
-    band = _SIZE - place(low * 1.1), _SIZE - place(low / 1.1), place(high) - (place(high) - place(high / 1.1))
-    shift = band[0] - band[1]
+    shift = place(1.1 * low)  # 10 % on a logarithmic axis, wherever it is
     yield f'<clipPath id="inside"><rect width="{_SIZE}" height="{_SIZE}"/></clipPath>'
     yield (
         f'<polygon clip-path="url(#inside)" fill="#f3f4f6" points="0,{_SIZE + shift:.1f} {_SIZE},{shift:.1f} '

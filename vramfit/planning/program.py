@@ -240,7 +240,7 @@ _TORCHTITAN: Final = Program(
 product and of attention (its list of operations)."""
 
 _RASBT: Final = Program(
-    name="rasbt LLMs-from-scratch",
+    name="rasbt",
     kernels=Kernels(layer_norm="python", gelu="python", dropout=True, eager_fp32=False),
     autocast=False,
     # Cross-entropy in the model's own format, in a function that returns the loss alone: in fp32 log-softmax 4,
@@ -301,7 +301,7 @@ _UNSLOTH: Final = replace(
 
 _QWEN: Final = replace(
     _TRAINER,
-    name="qwen finetune.py",
+    name="qwen",
     # accelerate converts the model's 16-bit outputs to fp32 in a wrapper (4) beside the 16-bit ones (2) and their
     # shifted copy; cross-entropy under autocast 4, 4 and 4
     logits={"full": 18.0, "chunked": 18.0, "fused": 0.0},
