@@ -209,3 +209,31 @@ def test_a_wiki_article_ends_in_one_end_token(reference_data: Path, smollm2: Any
     assert ends == 30
     assert smollm2.pad_token_id == smollm2.eos_token_id
     assert data.report.trained_tokens == data.report.tokens - 27
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_fast_way_gives_what_the_plain_one_gives(
+    reference_data: Path, smollm2: Any, tmp_path: Path, name: str
+) -> None:
+    """Two steps at once, many rows in a message, places from lengths: against one row after another and the places
+    that the tokenizers library gives."""
+    path = reference_data / "datasets" / name
+    data = prepare(
+        DataChoice(paths=(str(path),), eval_share=0.0, packing=False),
+        tokenizer=smollm2,
+        max_length=10**6,
+        seed=1,
+        cache=tmp_path,
+    )
+    encoder = Encoder(smollm2)
+    encoder._places = None
+    [source] = open_sources([path], ReadOptions())
+    rows = [item for item in rows_of(path, source.layout) if isinstance(item, Row)]
+    plainly = [encoder.encode([(number, source.shape.convert(row))])[0] for number, row in enumerate(rows)]
+    kept = [example for example in plainly if isinstance(example, Example) and example.trained_tokens]
+    assert len(kept) == len(data.train)
+    for one, other in zip(data.train, kept, strict=True):
+        assert one.row == other.row
+        assert one.input_ids.tolist() == other.input_ids.tolist()
+        assert one.trained.tolist() == other.trained.tolist()
+        assert one.token_weights().tolist() == other.token_weights().tolist()
