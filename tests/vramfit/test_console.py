@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROGRAM = (
     "import sys; from vramfit.console import use_utf8; use_utf8()\n"
-    "for stream in (sys.stdout, sys.stderr): print('\\u2047 \\U0001f600 \\u65e5\\u672c gr\\xf6\\xdfer', chr(0xd83d), file=stream)\n"
+    "for stream in (sys.stdout, sys.stderr):\n"
+    "    print('\\u2047 \\U0001f600 \\u65e5\\u672c gr\\xf6\\xdfer', chr(0xd83d), file=stream)\n"
 )
 
 
