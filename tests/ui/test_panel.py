@@ -79,6 +79,14 @@ def test_no_file_of_ours_names_another_host() -> None:
             assert "https://" not in text, name
 
 
+def test_a_row_of_data_nobody_looked_at_is_one_sentence(client: TestClient) -> None:
+    answer = client.get("/vramfit/data/row/nothing?number=3&find=longest")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["remedy"] == "Choose it again."
+    for wrong in ("number=-1", "find=best", "limit=x"):
+        assert client.get(f"/vramfit/data/row/nothing?{wrong}").status_code == 422
+
+
 def test_data_routes_answer_and_errors_are_two_sentences(client: TestClient) -> None:
     assert client.get("/vramfit/data/runs").json()["runs"] == []
     answer = client.get("/vramfit/data/run/99")

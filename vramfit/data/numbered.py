@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vramfit.data.read import Source, source_rows
-from vramfit.data.rows import BadRow, Row, rows_in
+from vramfit.data.rows import BLANK, BadRow, Row, rows_in
 from vramfit.data.sources import open_bytes
 
 STRIDE: Final = 16
@@ -31,8 +31,8 @@ KEPT_BEHIND: Final = 16
 MOST_DOUBTFUL: Final = 100_000
 """Lines that begin with a space may be blank, and so no rows. They are looked at one by one, up to this number."""
 LINE_END_CODECS: Final = (
-    "utf-8", "utf-8-sig", "ascii", "gb18030", "gbk", "gb2312", "cp932", "shift_jis", "big5", "euc_jp", "euc_kr",
-    "cp1250", "cp1251", "cp1252", "iso8859-1", "iso8859-15", "koi8-r",
+    "utf-8", "utf-8-sig", "ascii", "gb18030", "gbk", "gb2312", "cp932", "cp949", "shift_jis", "big5", "euc_jp",
+    "euc_kr", "cp1250", "cp1251", "cp1252", "iso8859-1", "iso8859-15", "koi8-r",
 )  # fmt: skip
 """Encodings in which the byte of a line end is never a part of another character."""
 _CHUNK_BYTES: Final = 4 * 1024 * 1024
@@ -108,11 +108,11 @@ def find_starts(path: Path, codec: str) -> Starts | None:
 
 
 def _is_blank(file: Any, offset: int, codec: str) -> bool:
-    """Whether the line that begins at `offset` holds nothing but white space, as `str.strip` means it."""
+    """Whether the line that begins at `offset` is blank as the reader means it."""
     file.seek(offset)
     decode = codecs.getincrementaldecoder(codec)("replace").decode
     while part := file.readline(4096):
-        if decode(part).strip():
+        if decode(part).strip(BLANK):
             return False
         if part.endswith(b"\n"):
             break

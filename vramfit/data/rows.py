@@ -273,12 +273,12 @@ def _jsonl_rows(path: Path, stream: IO[str], layout: Layout) -> Iterator[Row | B
         problem = _line_problem(line, layout)
         if problem:
             yield BadRow(path, lines.number, problem[1], problem[0])
-        elif line.strip(_BLANK):
+        elif line.strip(BLANK):
             yield _json_row(path, lines.number, line)
 
 
 def _json_row(path: Path, number: int, line: str) -> Row | BadRow:
-    text = line.strip(_BLANK)
+    text = line.strip(BLANK)
     try:
         value = _decoded(text)
         _check_value(text, value)
@@ -495,8 +495,8 @@ class _JsonFile:
         return DataError(reason, "Correct the file there.", path=self._path, line=line, column=column)
 
 
-_BLANK: Final = " \t\r\n\ufeff"  # byte order marks, too: they stand inside where files were joined
-_SPACES: Final = re.compile(f"[{_BLANK}]*")
+BLANK: Final = " \t\r\n\ufeff"  # byte order marks, too: they stand inside where files were joined
+_SPACES: Final = re.compile(f"[{BLANK}]*")
 _FIRST_KEY: Final = re.compile(r'\[\s*(?:\{\s*"([^"\\]*)"|[^\s{]|\{\s*[^\s"]|\{\s*"[^"\\]*\\)')
 _INNER_LISTS: Final = (
     *("messages", "conversations", "conversation", "dialogue", "dialog", "turns", "chat", "tools", "functions"),

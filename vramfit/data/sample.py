@@ -25,9 +25,9 @@ from vramfit.data.rows import BadRow, Row, plain
 from vramfit.data.shapes import Conversation, Document, Dropped, columns_shown
 
 SAMPLE_ROWS: Final = 1000
-SAMPLE_SECONDS: Final = 3.0
-READING_SHARE: Final = 0.6
-"""Of these seconds so many go to reading where a file can only be read in order."""
+ENCODE_SECONDS: Final = 1.5
+READ_SECONDS: Final = 6.0
+"""Files that can only be read in order are read for so long: about 400 MB of JSON or CSV on an idle machine."""
 SEARCH_SECONDS: Final = 5.0
 LONGEST_CHARS: Final = 200_000
 """A document is encoded up to here; its length is then reckoned from the part."""
@@ -73,23 +73,26 @@ class DataSet:
 
     # ---- a draw -------------------------------------------------------------------------------------------------
 
-    def sample(self, *, rows: int = SAMPLE_ROWS, seconds: float = SAMPLE_SECONDS) -> dict[str, Any]:
-        """Token counts of about `rows` rows, drawn evenly from all files, or of as many as are done in `seconds`.
+    def sample(
+        self, *, rows: int = SAMPLE_ROWS, read_s: float = READ_SECONDS, encode_s: float = ENCODE_SECONDS
+    ) -> dict[str, Any]:
+        """Token counts of about `rows` rows, drawn evenly from all files, as far as they are read in `read_s` and
+        encoded in `encode_s` seconds.
 
         `lengths` are tokens per row before any cutting, `numbers` which rows these are; `trained` lists per row where
         learned tokens begin and end, in turns. `refused` are [number, reason] of drawn rows that could be read and used
         but for this model. `whole`: every row was drawn, and the numbers are exact; `even`: the draw went through all
         files, not only the beginning; `total`: how many rows there are, if that is known.
         """
-        started = time.monotonic()
-        drawn, even = self.draw(rows, until=started + READING_SHARE * seconds)
+        drawn, even = self.draw(rows, until=time.monotonic() + read_s)
+        until = time.monotonic() + encode_s
         found: list[tuple[int, int, list[int]]] = []
         refused: list[tuple[int, str]] = []
         done = 0
         count = max(-(-len(drawn) // _BATCH), 1)
         # Each batch is a thin draw of its own: the time may be up after any of them.
         for batch in (drawn[first::count] for first in range(count)):
-            if done and time.monotonic() > started + seconds:
+            if done and time.monotonic() > until:
                 break
             done += len(batch)
             self._encode(batch, found, refused)

@@ -48,7 +48,7 @@ def _write(folder: Path, name: str, text: str, encoding: str = "utf-8") -> Path:
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "gb18030", "utf-16"])
 def test_jsonl_with_blank_lines_and_bad_rows(tmp_path: Path, encoding: str) -> None:
     mixed = [*LINES[:20], "", "  \t", "\u3000", "{bad", *LINES[20:90], "", " " * 9000, "", *LINES[90:], "7", ""]
-    source = _source(_write(tmp_path, "a.jsonl", "\r\n".join(mixed), encoding))
+    source = _source(_write(tmp_path, "a.jsonl", "\r\n".join(mixed), encoding), encoding=encoding)
     assert isinstance(numbered(source), RowsInOrder if encoding == "utf-16" else JsonlRows)
     _agrees(source)
 
@@ -60,7 +60,10 @@ def test_a_line_across_chunks_is_one_row(tmp_path: Path, monkeypatch: pytest.Mon
 
 @settings(max_examples=60)
 @given(
-    st.lists(st.sampled_from([*LINES[:3], "", " ", "\t", "{", "1", "\x0c", "\x0b{}", " {}"]), max_size=60),
+    st.lists(
+        st.sampled_from([*LINES[:3], "", " ", "\t", "{", "1", "\x0c", "\x0b{}", " {}", "\ufeff", "\ufeff{}"]),
+        max_size=60,
+    ),
     st.sampled_from(["\n", "\r\n"]),
     st.integers(min_value=1, max_value=80),
 )

@@ -39,7 +39,7 @@ def test_a_whole_sample_counts_what_prepare_counts(
     open_set: Any, tokenizer: Any, write_rows: Write, tmp_path: Path
 ) -> None:
     path = write_rows(ROWS)
-    found = open_set(path).sample(seconds=60)
+    found = open_set(path).sample(encode_s=60)
     choice = DataChoice(paths=(str(path),), eval_share=0.0)
     made = prepare(choice, tokenizer=tokenizer, max_length=4096, seed=1, cache=tmp_path)
     assert (found["whole"], found["even"], found["total"]) == (True, True, 30)
@@ -59,7 +59,7 @@ def test_a_draw_is_even_and_lies_in_every_file(open_set: Any, write_rows: Write,
         write_rows(part, f"{place}.jsonl") if indexed else _json_array(tmp_path, part, f"{place}.json")
         for place, part in enumerate((many[:100], many[100:400], many[400:]))
     ]
-    found = open_set(*paths).sample(rows=90, seconds=60)
+    found = open_set(*paths).sample(rows=90, encode_s=60)
     numbers = found["numbers"]
     assert (found["whole"], found["even"], found["total"]) == (False, True, 900)
     assert abs(len(numbers) - 90) <= 2
@@ -69,7 +69,7 @@ def test_a_draw_is_even_and_lies_in_every_file(open_set: Any, write_rows: Write,
 
 def test_drawn_lengths_are_those_of_the_rows(open_set: Any, write_rows: Write) -> None:
     data = open_set(write_rows(ROWS * 40))
-    found = data.sample(rows=100, seconds=60)
+    found = data.sample(rows=100, encode_s=60)
     assert [data.view(number)["tokens"] for number in found["numbers"]] == found["lengths"]
 
 
@@ -78,12 +78,12 @@ def test_without_time_for_all_it_is_the_beginning_and_says_so(
 ) -> None:
     data = open_set(_json_array(tmp_path, ROWS * 40))
     monkeypatch.setattr(module, "_LOOK_EVERY", 1)
-    found = data.sample(rows=100, seconds=0)
+    found = data.sample(rows=100, read_s=0, encode_s=0)
     assert (found["whole"], found["even"], found["total"]) == (False, False, None)
     assert found["numbers"] == [0]
     indexed = tmp_path / "data.jsonl"
     indexed.write_text("\n".join(map(json.dumps, ROWS * 40)), encoding="utf-8")
-    hasty = open_set(indexed).sample(rows=1000, seconds=0)  # one batch, drawn from everywhere
+    hasty = open_set(indexed).sample(rows=1000, encode_s=0)  # one batch, drawn from everywhere
     assert (hasty["whole"], hasty["even"], hasty["total"]) == (False, True, 1200)
     assert len(hasty["numbers"]) == 50
     assert hasty["numbers"][-1] > 1100
@@ -93,7 +93,7 @@ def test_a_draw_of_long_rows_is_thinned(open_set: Any, tmp_path: Path, monkeypat
     monkeypatch.setattr(module, "DRAWN_CHARS", 1000)
     path = tmp_path / "docs.txt"
     path.write_text("\n\n".join(f"{n} " + "word " * 40 for n in range(64)), encoding="utf-8")
-    found = open_set(path, documents="blank lines").sample(seconds=60)
+    found = open_set(path, documents="blank lines").sample(encode_s=60)
     gaps = {b - a for a, b in zip(found["numbers"], found["numbers"][1:], strict=False)}
     assert len(gaps) == 1
     assert len(found["numbers"]) <= 5
@@ -103,9 +103,9 @@ def test_a_draw_of_long_rows_is_thinned(open_set: Any, tmp_path: Path, monkeypat
 def test_a_long_document_is_reckoned_from_its_beginning(open_set: Any, tmp_path: Path, monkeypatch: Any) -> None:
     path = tmp_path / "book.txt"
     path.write_text("hello world " * 1000, encoding="utf-8")
-    whole = open_set(path).sample(seconds=60)
+    whole = open_set(path).sample(encode_s=60)
     monkeypatch.setattr(module, "LONGEST_CHARS", 1200)
-    part = open_set(path).sample(seconds=60)
+    part = open_set(path).sample(encode_s=60)
     assert (whole["whole"], part["whole"]) == (True, False)
     assert abs(part["lengths"][0] / whole["lengths"][0] - 1) < 0.05
     assert part["trained"][0][-1] == part["lengths"][0]
@@ -157,7 +157,7 @@ def test_rows_that_are_left_out_say_why_and_are_found(open_set: Any, tmp_path: P
     assert data.next_left_out(-1) == {"number": 50, "looked": 50}
     assert data.next_left_out(50) == {"number": 51, "looked": 51}
     assert data.next_left_out(51) == {"number": None, "looked": 52}
-    found = data.sample(seconds=60)
+    found = data.sample(encode_s=60)
     assert found["refused"] == [(52, "no token of it is to be learned")]
     assert (found["total"], len(found["lengths"]), found["whole"]) == (53, 50, True)
 
