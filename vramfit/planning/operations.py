@@ -54,14 +54,14 @@ _PLAIN: Final = Passes(1.0, 1.0, 1, 1)
 _FUSED: Final = frozenset({"norm", "rope", "gated", "attention", "scores", "softmax", "gather", "combine"})
 """What is still a kernel of its own behind a compiler, beside products and residual additions."""
 
-_COMPUTED_IN_PASSES: Final = frozenset({"lora_A", "lora_B", "qkv", "up", "down", "scores", "product"})
-
 
 @dataclass(frozen=True)
 class Product:
     """A matrix product of a block: each row of `inputs` numbers times a matrix of `outputs` columns.
 
     `copies` matrices (experts) get `share` of the rows each, in rows per token. `trained`: its weights get a gradient.
+    `base`: a frozen linear module, which a 4-bit format stores in few bits (experts kept in one tensor stay as they
+    are).
     """
 
     inputs: float
@@ -69,7 +69,7 @@ class Product:
     copies: int = 1
     share: float = 1.0
     trained: bool = True
-    quantised: bool = False
+    base: bool = False
 
     @property
     def weights(self) -> float:
@@ -95,15 +95,6 @@ class BlockWork:
     def flops(self) -> float:
         """Forward FLOPs per token in products of the base and adapters, attention's own left out."""
         return sum(2.0 * product.inputs * product.outputs * product.copies * product.share for product in self.products)
-
-    @property
-    def trained_flops(self) -> float:
-        """The part whose weights train."""
-        return sum(
-            2.0 * product.inputs * product.outputs * product.copies * product.share
-            for product in self.products
-            if product.trained
-        )
 
 
 @lru_cache(maxsize=512)
@@ -143,7 +134,6 @@ def _product(operation: Operation, architecture: Architecture, formats: Formats)
     outputs = operation.output.size / size
     if operation.name in ("lora_A", "lora_B"):
         return Product(operation.trained / outputs, outputs)
-    quantised = not formats.trains
     if experts is not None and operation.name in ("up", "down"):
         each = outputs / experts.active
         return Product(
@@ -152,9 +142,8 @@ def _product(operation: Operation, architecture: Architecture, formats: Formats)
             copies=experts.count,
             share=experts.active / experts.count,
             trained=formats.trains,
-            quantised=quantised,
         )
-    return Product(operation.weights / outputs, outputs, trained=formats.trains, quantised=quantised)
+    return Product(operation.weights / outputs, outputs, trained=formats.trains, base=not formats.trains)
 
 
 def _forward(operation: Operation, *, compiled: bool) -> float:

@@ -345,7 +345,9 @@ class _Step:
         """Bytes per micro-batch that weights cause: unpacked from 4 bits in each pass, cast to 16 bits by autocast and
         their gradients back, gradients of further micro-batches added."""
         plan, size = self.plan, float(self.formats.compute)
-        blocks = sum(count * sum(product.weights for product in work.products) for count, work in self.kinds)
+        blocks = sum(
+            count * sum(product.weights for product in work.products if product.base) for count, work in self.kinds
+        )
         moved = 0.0
         if plan.lora_rank and plan.weight_format in QUANTISED:
             moved += (2.0 + self.recomputed) * blocks * (BYTES[plan.weight_format] + UNPACKED_BYTES)
