@@ -120,7 +120,7 @@ def data_card(
     body = [_head(survey, sample, texts), _facts(survey, counted, lost, texts, choice=choice, limit=limit)]
     if survey is not None and lost is not None:
         body += [_bad_rows(survey, texts), _agreement(lost, choice, texts)]
-    body.append(_warnings(_notes(survey, sample, lost)))
+    body.append(_warnings(_notes(survey, sample, lost, texts)))
     if counted is not None:
         body.append(_lengths(counted, texts, limit))
     elif trouble:
@@ -202,7 +202,7 @@ def _agreement(lost: LeftOut, choice: DataChoice, texts: Texts) -> str:
     )
 
 
-def _notes(survey: Survey | None, sample: Sample | None, lost: LeftOut | None) -> list[str]:
+def _notes(survey: Survey | None, sample: Sample | None, lost: LeftOut | None, texts: Texts) -> list[str]:
     """Sentences of the survey and the sample, without what stands in the card anyway."""
     notes: list[str] = []
     if survey is not None:
@@ -215,7 +215,14 @@ def _notes(survey: Survey | None, sample: Sample | None, lost: LeftOut | None) -
                 f"{about}{count:,} row{'' if count == 1 else 's'} left out: {reason}."
                 for reason, count in more.most_common()
             ]
-    return [*notes, *(sample.notes if sample is not None else ())]
+    return [*notes, *(_of_drawn(note, sample, texts) for note in (sample.notes if sample is not None else ()))]
+
+
+def _of_drawn(note: str, sample: Sample | None, texts: Texts) -> str:
+    """A sentence of the sample; one that counts rows says that these are only the drawn ones."""
+    if sample is None or sample.whole or not any(char.isdigit() for char in note):
+        return note
+    return texts["data.of_drawn"].format(count=_count(len(sample.lengths)), note=note)
 
 
 def _asks(lost: LeftOut | None) -> bool:

@@ -91,6 +91,15 @@ def test_the_card_says_what_the_numbers_stand_for(found: Survey, changes: dict[s
     assert ("≈" in card) != changes["whole"]
 
 
+def test_counts_of_a_part_are_called_that(found: Survey) -> None:
+    notes = ("In 3 rows a turn was merged.", "The model has no chat template.")
+    for whole in (True, False):
+        sample = _sample(whole=whole, notes=notes)
+        card = data_card(found, texts_of("en"), choice=DataChoice(paths=("x",)), limit=40, sample=sample)
+        assert (">Of the 4 rows drawn: In 3 rows" in card) != whole
+        assert ">The model has no chat template." in card
+
+
 def test_before_all_rows_are_read_it_shows_what_the_sample_saw() -> None:
     card = data_card(None, texts_of("en"), choice=DataChoice(paths=("x",)), limit=40, sample=_sample(), ask_again=3)
     for shown in ("JSONL", "UTF-8", ">11<", ">…<", 'data-again="3"', "vf-hist", 'data-token="t0k"'):

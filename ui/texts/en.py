@@ -141,6 +141,7 @@ WORDS: dict[str, str] = {
     "data.all_rows": "all {count} rows",
     "data.even_rows": "{count} rows drawn evenly",
     "data.first_rows": "from the first {count} rows",
+    "data.of_drawn": "Of the {count} rows drawn: {note}",
     "data.open": "…",
     "data.lost": "{count} of {rows} rows ({share}) would be left out:",
     "data.agree": "Train on the rest ({count} rows)",

@@ -135,6 +135,7 @@ WORDS: dict[str, str] = {
     "data.all_rows": "全部 {count} 行",
     "data.even_rows": "均匀抽取的 {count} 行",
     "data.first_rows": "来自前 {count} 行",
+    "data.of_drawn": "在抽取的 {count} 行中：{note}",
     "data.open": "…",
     "data.lost": "{rows} 行中有 {count} 行（{share}）不会用于训练：",
     "data.agree": "用其余的训练（{count} 行）",
