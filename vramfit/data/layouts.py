@@ -19,6 +19,7 @@ _JSON_OBJECT: Final = re.compile(r"\s*\{\s*(\"|'|\})")
 _DELIMITERS: Final = (",", "\t", ";", "|")
 _NAMED_DELIMITER: Final = re.compile(r'"?sep=([^\w\s"]|\t)"?\r?\n', re.IGNORECASE)  # the first line spreadsheets write
 _LONG_LINE_CHARS: Final = 400
+MOST_BLANK_LINES: Final = 1_000_000
 _CSV_SAMPLE_ROWS: Final = 200
 SPLITS: Final = ("whole", "blank lines", "lines")
 """Named ways to split a text file; any other word is the mark between its documents."""
@@ -37,6 +38,10 @@ def layout_of(
     """
     if scan.parquet:
         return Layout(format="parquet", codec="binary", encoding="binary", note=note)
+    if scan.blank_lines > MOST_BLANK_LINES:
+        raise DataError(
+            f"There are {scan.blank_lines:,} blank lines in a file of {scan.lines:,}", "Remove them.", path=scan.path
+        )
     found = wished(encoding, scan) if encoding != "auto" else detect(scan)
     if found.guessed:
         note(f"{scan.path.name} names no encoding; {found.name} was guessed. Set the encoding if the text looks wrong.")

@@ -74,7 +74,8 @@ class Scan:
     """What one pass over a file's bytes found. Offsets count from 0 in the unpacked bytes; None: there is none.
 
     `stamp` tells whether the file has changed since (see `check_unchanged`).
-    `sha256` is of the unpacked bytes; `foreign` are lines with bytes that are not UTF-8, for guessing the encoding.
+    `blank_lines` are those in runs of a thousand. `sha256` is of the unpacked bytes; `foreign` are lines with bytes
+    that are not UTF-8, for guessing the encoding.
     """
 
     path: Path
@@ -88,6 +89,7 @@ class Scan:
     first_nul: int | None
     nul_bytes: int
     lines: int
+    blank_lines: int
     foreign: bytes
     stamp: tuple[int, int, int]
 
@@ -234,6 +236,7 @@ def scan(path: Path) -> Scan:
         first_nul=counter.first_nul,
         nul_bytes=counter.nuls,
         lines=counter.newlines + (not counter.ended),
+        blank_lines=counter.blank,
         foreign=bytes(counter.foreign),
         stamp=stamp,
     )
@@ -267,7 +270,7 @@ class _ByteCounter:
     """Counts over a stream of chunks: size, hash, NUL bytes, bytes that are not UTF-8."""
 
     def __init__(self) -> None:
-        self.size = self.bad = self.multibyte = self.nuls = self.newlines = 0
+        self.size = self.bad = self.multibyte = self.nuls = self.newlines = self.blank = 0
         self.first_nul: int | None = None
         self.ended = True  # with a line end
         self.hash = hashlib.sha256()
@@ -281,6 +284,7 @@ class _ByteCounter:
             self.first_nul = self.size + chunk.index(0)
         self.nuls += nuls
         self.newlines += chunk.count(b"\n")
+        self.blank += sum(chunk.count(run) for run in _BLANK_RUNS) * 1000
         self.ended = chunk.endswith(b"\n")
         self.size += len(chunk)
         if self._rest or not chunk.isascii():
@@ -314,6 +318,7 @@ class _ByteCounter:
             self.foreign += match.group() + b"\n"
 
 
+_BLANK_RUNS: Final = (b"\n" * 1000, b"\r\n" * 1000)
 _SURROGATES: Final = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
 _ESCAPED: Final = re.compile("[\udc80-\udcff]")
 

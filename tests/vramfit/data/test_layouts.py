@@ -116,3 +116,14 @@ def test_two_rows_of_which_the_first_is_long_are_lines(tmp_path: Path, end: str)
     long = '{"a": "' + "x" * 70_000 + '", "more": [{"b": "c"}]}'
     assert layout(tmp_path, long + '\n{"a": "y"}' + end)[0] == "jsonl"
     assert layout(tmp_path, long + end)[0] == "json"
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_file_of_blank_lines_is_refused(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "data.jsonl"
+    row = '{"a": "b"}'
+    path.write_text(end * 1_200_000 + row, encoding="utf-8", newline="")
+    with pytest.raises(DataError, match=r"1,[01]\d\d,000 blank lines in a file of 1,200,001"):
+        layout_of(scan(path))
+    path.write_text((row + end * 999) * 1500, encoding="utf-8", newline="")
+    assert layout_of(scan(path)).format == "jsonl"
