@@ -112,6 +112,7 @@ class Architecture:
     attn_softcap: float | None = None
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    residual_dropout: bool | None = None
     extra_params: int = 0
     published_params: int | None = None
 
@@ -136,6 +137,16 @@ class Architecture:
     def plain_logits(self) -> bool:
         """Whether logits are exactly the head's product, so that a loss may be computed from the head's weights."""
         return self.logit_softcap is None and self.family not in families.CHANGES_LOGITS
+
+    @property
+    def drops_out(self) -> bool:
+        """Whether what a branch gives is dropped out in training: as the config says, else as its family does."""
+        return self.family in families.DROPS_OUT if self.residual_dropout is None else self.residual_dropout
+
+    @property
+    def spreads_heads(self) -> bool:
+        """Whether attention is given one key head for all queries, as it is."""
+        return self.family in families.SPREADS_HEADS and self.kv_heads == 1 < self.heads
 
     @cached_property
     def moe_layers(self) -> int:
@@ -381,6 +392,7 @@ class _Reader:
             "activation": str(self.values.get(self.key("activation")) or self.family.activation),
             "tied_embeddings": self.tied(),
             "sliding_window": self._sliding_window(),
+            "residual_dropout": self._dropout(),
             "logit_softcap": self.values.get("final_logit_softcapping"),
             "attn_softcap": self.values.get("attn_logit_softcapping"),
             "latent": self._latent() if self.family.latent else None,
@@ -465,6 +477,11 @@ class _Reader:
         experts = architecture.experts
         if experts and self.family.experts and experts.active > experts.count:
             raise self.wrong(self.family.experts.active, f"is {experts.active}, but there are {experts.count} experts")
+
+    def _dropout(self) -> bool | None:
+        """Whether any of the usual keys names a share above 0; None where none is there."""
+        shares = [self.values[key] for key in families.DROPOUT_KEYS if isinstance(self.values.get(key), (int, float))]
+        return any(share > 0 for share in shares) if shares else None
 
     def _sliding_window(self) -> int | None:
         if self.values.get("sliding_window") is None or self.values.get("use_sliding_window") is False:

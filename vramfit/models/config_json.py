@@ -5,7 +5,8 @@ For models that are known by shape alone, so that `transformers` can build them 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from vramfit.errors import ModelError
 from vramfit.models import families
@@ -100,7 +101,7 @@ def _opt(architecture: Architecture, layers: int) -> dict[str, Any]:
     return {"word_embed_proj_dim": narrow, "do_layer_norm_before": architecture.final_norm}
 
 
-_WRITERS = {
+_WRITERS: Final[Mapping[str, Callable[[Architecture, int], dict[str, Any]]]] = {
     "falcon": _falcon,
     "opt": _opt,
     "gpt_bigcode": lambda architecture, layers: {"multi_query": architecture.kv_heads == 1},

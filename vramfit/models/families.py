@@ -318,6 +318,17 @@ EAGER_ONLY: Final = frozenset({"gemma2", "gpt_oss", "gpt_neo", "mpt", "bloom"})
 """Families whose attention does more than a fused kernel can (capped scores, sinks, ALiBi in their own code):
 `transformers` refuses them SDPA, so their scores are made in memory."""
 
+WIDE_LAYER_NORM: Final[Mapping[str, str]] = {"olmo": "kernel", "cohere": "written", "cohere2": "written"}
+"""Families whose LayerNorm works on an fp32 copy: by torch's kernel, or written out in Python."""
+
+DROPS_OUT: Final = frozenset({"gpt2", "gpt_bigcode", "gpt_neo", "opt", "seed_oss"})
+"""Families whose branches drop out a tenth unless their config says 0."""
+
+DROPOUT_KEYS: Final = ("resid_pdrop", "resid_dropout", "residual_dropout", "hidden_dropout", "dropout")
+
+SPREADS_HEADS: Final = frozenset({"falcon"})
+"""Families that leave one key head to be spread over all queries by the kernel, which no fused one does."""
+
 CHANGES_LOGITS: Final = frozenset({"cohere", "cohere2", "granite", "granitemoe", "minicpm"})
 """Families that scale what the head gives (besides those with a soft cap)."""
 

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from vramfit.models.architecture import Architecture, Linear
+from vramfit.models.families import WIDE_LAYER_NORM
 from vramfit.planning.program import PYTHON_KERNELS, Kernels
 from vramfit.planning.tape import Moment, Tape, Value, highest
 
@@ -53,6 +54,7 @@ class Formats:
     dropout_mask: int = 0
     quantised: bool = False
     attention: str = "sdpa"
+    branch_mask: int = 0
     masked: bool = False
     length: int = 0
     kernels: Kernels = PYTHON_KERNELS
@@ -136,16 +138,23 @@ class _Writer:
         shape, residual = self.shape, self.formats.residual * self.shape.hidden_size
         start = self.tape.input(residual, grad=self.input_grad)
         normed = self.norm(start)
-        attention = self.after_norm(self.attention(normed))
+        attention = self.after_norm(self.branch_dropout(self.attention(normed)))
         if shape.parallel_residual:
-            mlp = self.mlp(normed if shape.norms_per_layer == 1 else self.norm(start))
+            mlp = self.branch_dropout(self.mlp(normed if shape.norms_per_layer == 1 else self.norm(start)))
             both = self.tape.operation("add", (attention, mlp), residual, passes=True)
             self.tape.operation("add", (both, start), residual, passes=True)
             return self.tape, start
         middle = self.tape.operation("add", (start, attention), residual, passes=True)
-        mlp = self.after_norm(self.mlp(self.norm(middle)))
+        mlp = self.after_norm(self.branch_dropout(self.mlp(self.norm(middle))))
         self.tape.operation("add", (middle, mlp), residual, passes=True)
         return self.tape, start
+
+    def branch_dropout(self, value: Value) -> Value:
+        """Families that drop out what a branch gives keep its mask: a byte a number on cards, a factor on a CPU."""
+        if not self.shape.drops_out or not self.formats.branch_mask:
+            return value
+        numbers = float(self.formats.branch_mask * self.shape.hidden_size)
+        return self.tape.operation("dropout", (value,), value.size, saves_new=numbers)
 
     def norm(self, value: Value, width: int | None = None) -> Value:
         """RMSNorm as written in Python works on an fp32 copy; LayerNorm and fused kernels are one operation that keeps
@@ -155,6 +164,8 @@ class _Writer:
         trained = numbers if self.formats.trains else 0
         if self.shape.norm != "rmsnorm" and self.kernels.layer_norm == "python":
             return self.written_layer_norm(value, out, trained)
+        if self.shape.norm != "rmsnorm" and self.kernels.norm == "python" and self.shape.family in WIDE_LAYER_NORM:
+            return self.wide_layer_norm(value, out, trained)
         if self.shape.norm != "rmsnorm" or self.kernels.norm in ("fused", "recomputed"):
             return self.tape.operation("norm", (value,), out, saves=(value,), trained=trained)
         wide = value
@@ -171,6 +182,23 @@ class _Writer:
         if out < 4.0 * numbers:
             normal = self.tape.operation("to 16 bits", (normal,), out)
         return self.tape.operation("scale", (normal,), out, saves=(normal,) if trained else (), trained=trained)
+
+    def wide_layer_norm(self, value: Value, out: float, trained: int) -> Value:
+        """A LayerNorm in fp32: one kernel that keeps the fp32 copy, or written out, where the variance keeps x - mean
+        and the quotient a second one."""
+        width = 2.0 * out if value.size < 2.0 * out and self.formats.residual == 2 else out
+        wide = self.tape.operation("to fp32", (value,), width) if width > out else value
+        if WIDE_LAYER_NORM[self.shape.family] == "kernel":
+            normal = self.tape.operation("norm", (wide,), width, saves=(wide,), trained=trained)
+        else:
+            spread = self.tape.operation("centre", (wide,), width)
+            centred = self.tape.operation("centre", (wide,), width)
+            normal = self.tape.operation(
+                "normalise", (centred, spread), width, saves=(centred, spread), backward_temporary=width
+            )
+            kept = (normal,) if trained else ()
+            normal = self.tape.operation("scale", (normal,), width, saves=kept, trained=trained)
+        return self.tape.operation("to 16 bits", (normal,), out) if width > out else normal
 
     def written_layer_norm(self, value: Value, out: float, trained: int) -> Value:
         """scale (x - mean) / sqrt(var + eps) + shift: the variance keeps x, the quotient x - mean, the product the
@@ -251,6 +279,8 @@ class _Writer:
             keys = self.tape.operation("repeat", (keys,), wide)
             values = self.tape.operation("repeat", (values,), wide)
         kernel = self.eager(queries, keys, values) if self.formats.attention == "eager" else None
+        if self.formats.attention == "math":
+            kernel = self.unfused(queries, keys, values)
         if kernel is None:
             kernel = self.flash(queries, keys, values, grouped=not repeats)
         if self.kernels.copies_heads and self.formats.attention != "eager":
@@ -275,12 +305,26 @@ class _Writer:
             backward_temporary=expanded + adds_up,
         )
 
+    def unfused(self, queries: Value, keys: Value, values: Value) -> Value:
+        """SDPA without a fused kernel, as it is for heads that it must spread out itself: all in fp32, scores kept."""
+        shape, size = self.shape, self.formats.compute
+        wide = 4.0 * shape.q_width
+        factors = [self.tape.operation("to fp32", (value,), wide) for value in (queries, keys, values)]
+        pairs = 4.0 * shape.heads * self.formats.length
+        scores = self.tape.operation("scores", factors[:2], pairs, saves=factors[:2])
+        soft = self.tape.operation("softmax", (scores,), pairs, saves_output=True)
+        product = self.tape.operation("product", (soft, factors[2]), wide, saves=(soft, factors[2]))
+        return self.tape.operation("to 16 bits", (product,), float(size * shape.q_width)) if size < 4 else product
+
     def eager(self, queries: Value, keys: Value, values: Value) -> Value:
         """Scores of every pair of positions, softmax (in fp32 unless the program says otherwise, then a 16-bit copy for
         the product with the values)."""
         shape, size = self.shape, self.formats.compute
         pairs = float(shape.heads * self.formats.length)
         scores = self.tape.operation("scores", (queries, keys), size * pairs, saves=(queries, keys))
+        if shape.attn_softcap:  # cap * tanh(scores / cap)
+            scores = self.tape.operation("tanh", (scores,), size * pairs, saves_output=True)
+            scores = self.tape.operation("scale", (scores,), size * pairs)
         widens = size < 4 and self.kernels.eager_fp32
         wide = self.tape.operation("to fp32", (scores,), 4 * pairs) if widens else scores
         soft = self.tape.operation("softmax", (wide,), wide.size, saves_output=True)
@@ -426,7 +470,10 @@ class _Writer:
             return self.tape.operation(
                 name, (value,), width, saves=(value,), saves_new=3.0 * width, backward_temporary=width
             )
-        return self.tape.operation(name, (value,), width, saves=(value,), saves_new=width if name == "relu2" else 0.0)
+        if name == "relu2":  # the square keeps what ReLU gave, which ReLU keeps too
+            positive = self.tape.operation("relu", (value,), width, saves_output=True)
+            return self.tape.operation("square", (positive,), width, saves=(positive,))
+        return self.tape.operation(name, (value,), width, saves=(value,))
 
     def experts(self, value: Value) -> Value:
         """Tokens are copied to each of their experts, sorted, and their answers weighted and summed."""

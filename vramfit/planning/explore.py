@@ -71,10 +71,8 @@ def over_lengths(
 
 def outcome(machine: Machine, model: Architecture, method: Method, *, length: int = 2048) -> Outcome:
     """The best that can be done with a model and a method on a machine, sequences all `length` tokens long."""
-    work = Workload(sequences=10_000, mean_tokens=length, longest_tokens=length)
-    config = RunConfig.parse({"method": method, "model": {"source": model.name}, "data": {"max_length": length}})
     try:
-        search = Search.of(config, model, machine, work)
+        search = _search(machine, model, method, length)
     except ConfigError as refusal:
         return _refused(machine, model, method, length, refusal.what)
     here = search.best()
@@ -83,6 +81,23 @@ def outcome(machine: Machine, model: Architecture, method: Method, *, length: in
         return _outcome(search, found, _verdict(found))
     least = min(search.designed.bests, key=lambda candidate: candidate.memory.device_bytes)
     return _outcome(search, least, "no")
+
+
+def shared_outcome(machine: Machine, model: Architecture, method: Method, *, length: int = 2048) -> Outcome:
+    """The fastest of all that is designed, on all cards of the machine: what a whole setup of cards would reach.
+
+    Unlike `outcome` it does not prefer what this version can run; `needs` says what is missing for it."""
+    search = _search(machine, model, method, length).designed
+    found = quickest([candidate for candidate in search.bests if candidate.fits])
+    if found is not None:
+        return _outcome(search, found, _verdict(found))
+    return _outcome(search, min(search.bests, key=lambda candidate: candidate.memory.device_bytes), "no")
+
+
+def _search(machine: Machine, model: Architecture, method: Method, length: int) -> Search:
+    work = Workload(sequences=10_000, mean_tokens=length, longest_tokens=length)
+    config = RunConfig.parse({"method": method, "model": {"source": model.name}, "data": {"max_length": length}})
+    return Search.of(config, model, machine, work)
 
 
 def _verdict(found: Candidate) -> Verdict:

@@ -493,13 +493,14 @@ class Work:
     def logits(self) -> tuple[float, float]:
         """(logits with all that is made of them, gradients made with them) at the worst moment of the loss.
 
-        Whole logits: the program's bytes per entry, and 8 more where the family changes them after the head. In chunks:
-        of the rows of one chunk, with the hidden state's gradient, and the head's when it trains.
+        Whole logits: the program's bytes per entry, and one number more where the family caps them after the head. In
+        chunks: of the rows of one chunk, with the hidden state's gradient, and the head's when it trains.
         """
         vocab, hidden = self.architecture.vocab_size, self.architecture.hidden_size
         entry = self.logit_bytes
         if self.plan.loss == "full":
-            extra = 8.0 if self.architecture.logit_softcap else 0.0
+            # A soft cap keeps its tanh, in the format the head computes in.
+            extra = float(self.formats.compute) if self.architecture.logit_softcap else 0.0
             return (entry + extra) * self.tokens * vocab, 0.0
         rows = min(self.tokens, self.plan.loss_chunk_tokens or self.tokens)
         picked = float(self.formats.residual * hidden * self.tokens)
@@ -640,7 +641,8 @@ def formats_of(architecture: Architecture, plan: Plan, program: Program = OURS, 
     else:
         sharded = plan.sharding in ("zero3", "fsdp")
         residual = compute if sharded else int(BYTES[plan.trained_format])
-    in_memory = plan.attention == "eager" or plan.packing
+    attention = "math" if plan.attention == "sdpa" and architecture.spreads_heads else plan.attention
+    in_memory = attention in ("eager", "math") or plan.packing
     return Formats(
         residual=residual,
         compute=compute,
@@ -651,7 +653,8 @@ def formats_of(architecture: Architecture, plan: Plan, program: Program = OURS, 
         adapter=int(program.adapter),
         quantised=bool(plan.lora_rank) and plan.weight_format in QUANTISED,
         dropout_mask=(4 if plan.device == "cpu" else 1) if plan.lora_dropout > 0 else 0,
-        attention=plan.attention,
+        branch_mask=residual if plan.device == "cpu" else 1,
+        attention=attention,
         masked=plan.packing,
         length=length if in_memory else 0,
         kernels=program.kernels.compiled() if plan.compiled else program.kernels,
