@@ -77,7 +77,10 @@ class Linear:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A decoder's shape. Widths are numbers of features, `vocab_size` is rows of the embedding as stored."""
+    """A decoder's shape. Widths are numbers of features, `vocab_size` is rows of the embedding as stored.
+
+    `counted`: its family is not described, and `extra_params` makes up for what the shape alone does not say.
+    """
 
     name: str
     family: str
@@ -113,6 +116,7 @@ class Architecture:
     experts: Experts | None = None
     latent: LatentAttention | None = None
     residual_dropout: bool | None = None
+    counted: bool = False
     extra_params: int = 0
     published_params: int | None = None
 
@@ -337,6 +341,18 @@ def from_config(values: Mapping[str, Any], name: str) -> Architecture:
     if family_name not in families.FAMILIES:
         raise _unknown_family(model_type, name)
     return _Reader(values, family_name, name).architecture()
+
+
+def is_described(values: object) -> bool:
+    """Whether `from_config` can say all about a config.json, its complaints included: only a decoder whose model_type
+    has no row, and that loads without code of its own, must be counted."""
+    if not isinstance(values, Mapping) or isinstance(values.get("text_config"), Mapping):
+        return True
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or values.get("is_encoder_decoder") is True or values.get("auto_map"):
+        return True
+    name = families.ALIASES.get(model_type, model_type)
+    return name in families.FAMILIES or name in families.OWN_CODE or "quantization_config" in values
 
 
 def _refuse_untrainable(values: Mapping[str, Any], name: str) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 from vramfit.config import STARTER_MODEL, ModelChoice
 from vramfit.errors import ModelError
-from vramfit.models.architecture import Architecture, Experts, LatentAttention, from_config
+from vramfit.models.architecture import Architecture, Experts, LatentAttention, from_config, is_described
+from vramfit.models.counted import counted_architecture
 from vramfit.places import is_file, is_folder, typed_path
 
 _FILE = Path(__file__).with_name("catalogue.json")
@@ -88,7 +89,10 @@ def _of_folder(folder: Path) -> Architecture:
         ) from None
     except RecursionError:
         raise ModelError(f"{path} is nested too deeply", "Download the model's folder again.") from None
-    return from_config(values, folder.name or str(folder))
+    name = folder.name or str(folder)
+    if is_described(values):
+        return from_config(values, name)
+    return counted_architecture(values, name)
 
 
 def _nearest(name: str) -> str:

@@ -17,6 +17,13 @@ from vramfit.units import format_bytes
 def reasons(search: Search, found: Candidate) -> Iterator[Choice]:
     """Every decision, in the order a person asks for them."""
     plan, config = found.plan, search.config
+    if search.architecture.counted:
+        yield Choice(
+            setting="model",
+            value=f"{search.architecture.params:,} parameters",
+            reason=f"VRAMFit does not know the family {search.architecture.family!r}: its parameters were counted, and "
+            "its blocks are taken for a Llama's of the same widths",
+        )
     yield Choice(
         setting="memory budget",
         value=format_bytes(plan.budget_bytes),
