@@ -46,13 +46,13 @@ def missing(plan: Plan, abilities: Abilities = ENGINE) -> tuple[str, ...]:
 
 
 def _missing(plan: Plan, abilities: Abilities) -> Iterator[str]:
-    places = {"host": "RAM", "disk": "disk", "device": "the device"}
+    places = {"host": "in RAM", "disk": "on disk", "device": "on the device"}
     if plan.weights_tier not in abilities.weights:
-        yield f"streaming from {places[plan.weights_tier]}"
+        yield f"streaming from {'RAM' if plan.weights_tier == 'host' else 'disk'}"
     if plan.optimizer_tier not in abilities.optimizer:
-        yield f"an optimizer in {places[plan.optimizer_tier]}"
+        yield f"an optimizer {places[plan.optimizer_tier]}"
     if plan.input_tier not in abilities.inputs:
-        yield f"activations in {places[plan.input_tier]}"
+        yield f"activations {places[plan.input_tier]}"
     if plan.optimizer_bits not in abilities.optimizer_bits:
         yield f"{plan.optimizer_bits}-bit optimizer states"
     if plan.sharding not in abilities.sharding:

@@ -334,7 +334,7 @@ def test_what_this_version_lacks_is_never_chosen() -> None:
         any("not in this version" in sentence for sentence in refusal.value.suggestions)
         or designed.memory.host_bytes > 64 * GIB
     )
-    assert any(sentence.startswith("On a") for sentence in refusal.value.suggestions)
+    assert any(sentence.startswith("The smallest card") for sentence in refusal.value.suggestions)
 
 
 def test_several_cards_are_planned_together_within_the_design() -> None:
