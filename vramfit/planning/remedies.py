@@ -97,9 +97,8 @@ def _smallest_card(search: Search, needed: int) -> str | None:
         except (ConfigError, HardwareError):
             continue
         if least.fits:
-            return (
-                f"On a {card.name} ({card.memory_gib:g} GiB) it would need {format_bytes(least.memory.device_bytes)}."
-            )
+            needed_there = format_bytes(least.memory.device_bytes)
+            return f"The smallest card that would do is {card.name} ({card.memory_gib:g} GiB), with {needed_there}."
     return None
 
 
