@@ -101,7 +101,8 @@ def _utf16_without_bom(scan: Scan) -> Encoding:
     needed = 0.25 if scan.bad_utf8_bytes == 0 else 0.002
     if share >= needed:
         for codec, here, there in (("utf-16-le", odd, even), ("utf-16-be", even, odd)):
-            if here > 20 * there and MARK not in head.decode(codec, "vramfit_mark")[:-2]:
+            # Not only Latin characters have a byte 0: so do common Chinese ones, such as U+4E00, on the other side.
+            if here > 2 * there and _is_utf16(head, codec):
                 return Encoding(codec, codec, guessed=True)
     offset = scan.first_nul or 0
     raise DataError(
@@ -112,11 +113,20 @@ def _utf16_without_bom(scan: Scan) -> Encoding:
     )
 
 
+def _is_utf16(head: bytes, codec: str) -> bool:
+    """Whether bytes read as UTF-16 are writing: hardly a control, private or unassigned character, and not nearly all
+    bytes printable ASCII, of which any two make a Chinese character."""
+    text = head.decode(codec, "vramfit_mark")[:-2]
+    strange = sum(char not in "\t\n\f\r" and unicodedata.category(char) in ("Cc", "Cn", "Co") for char in text)
+    printable = sum(0x20 <= byte < 0x7F for byte in head)
+    return MARK not in text and strange <= len(text) // 200 and printable < 0.8 * len(head)
+
+
 def _guess(sample: bytes) -> Encoding:
     """The likeliest encoding of lines that are not UTF-8, by how much the decoded text looks like writing."""
     if _is_korean(sample):
         return Encoding("cp949", "cp949", guessed=True)
-    scores = [(_likeness(sample, codec), codec) for codec in ("gb18030", "cp932", "cp1252")]
+    scores = [(_likeness(sample, codec), codec) for codec in ("gb18030", "cp932", "euc_jp", "cp1252")]
     best, codec = max(scores)
     if best >= 0.8:
         return Encoding(codec, {"cp932": "shift_jis"}.get(codec, codec), guessed=True)
@@ -131,6 +141,7 @@ def _guess(sample: bytes) -> Encoding:
 
 
 _KANA: Final = re.compile("[\u3040-\u30fa\u30fc\u3001\u3002]")  # without the middle dot, which Chinese uses too
+_KANA_ONLY: Final = re.compile("[\u3040-\u30fa]")
 _HALF_KANA: Final = re.compile("[\uff61-\uff9f]")
 _CHINESE_SIGNS: Final = re.compile("[\u3000-\u3002\u300a-\u3011\uff01-\uff5e\u2018-\u201d\u2014\u2026]")
 _WESTERN: Final = re.compile("(?<=[A-Za-z])[À-ÿŒœŠšŽžŸ’](?![À-ÿ]{2})|[À-ÿŒœŠš](?=[a-zA-Z])|[£€§°©®«»“”‘’–—…•¿¡½¼¾²³µ·]")
@@ -144,8 +155,9 @@ def _likeness(sample: bytes, codec: str) -> float:
         return 0.0
     if codec == "cp1252":
         return len(_WESTERN.findall(text)) / len(foreign)
-    if codec == "cp932":
-        kana = len(_KANA.findall(text))
+    if codec in ("cp932", "euc_jp"):
+        # EUC-JP has its commas and full stops where GB2312 has them.
+        kana = len((_KANA if codec == "cp932" else _KANA_ONLY).findall(text))
         if kana < 0.15 * len(foreign):  # Japanese without kana does not exist in running text
             return 0.0
         return 1.0 - len(_HALF_KANA.findall(text)) / len(foreign)

@@ -14,7 +14,8 @@ from vramfit.data.rows import DOCUMENT_MARK, Layout, TextSplit
 from vramfit.data.sources import HEAD_BYTES, Scan
 from vramfit.errors import DataError
 
-_JSON_ARRAY: Final = re.compile(r'\s*\[\s*([\[{"\]]|-?\d|true\b|false\b|null\b)')
+# Of two brackets the second opens a list, too, unless it is the link of a wiki.
+_JSON_ARRAY: Final = re.compile(r'\s*\[\s*(\[\s*([\[{"\]-]|\d|$)|[{"\]]|-?\d|true\b|false\b|null\b)')
 _JSON_OBJECT: Final = re.compile(r"\s*\{\s*(\"|'|\})")
 _DELIMITERS: Final = (",", "\t", ";", "|")
 _NAMED_DELIMITER: Final = re.compile(r'"?sep=([^\w\s"]|\t)"?\r?\n', re.IGNORECASE)  # the first line spreadsheets write
@@ -47,12 +48,13 @@ def layout_of(
         note(f"{scan.path.name} names no encoding; {found.name} was guessed. Set the encoding if the text looks wrong.")
     head = head_text(scan, found)
     shared = {"codec": found.codec, "encoding": found.name, "note": note}
-    if _JSON_ARRAY.match(head):
+    named_json = _suffix(scan.path.name) in ("json", "jsonl", "ndjson")
+    if _JSON_ARRAY.match(head) and (named_json or not _is_bracketed_prose(head)):
         return Layout(format="jsonl" if _is_lists(head) else "json", **shared)  # type: ignore[arg-type]
     if _JSON_OBJECT.match(head):
         return Layout(format="jsonl" if _is_lines(head, scan) else "json", **shared)  # type: ignore[arg-type]
     # What is named JSON and does not begin like it is JSON Lines with bad rows, and no text to be learned.
-    named_json = split == "auto" and _suffix(scan.path.name) in ("json", "jsonl", "ndjson")
+    named_json = named_json and split == "auto"
     if named_json and re.search(r"^\s*[{\[]", head, re.MULTILINE):
         return Layout(format="jsonl", **shared)  # type: ignore[arg-type]
     complete = scan.unpacked_bytes <= HEAD_BYTES
@@ -103,6 +105,24 @@ def _is_scalar(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
+
+
+def _is_bracketed_prose(head: str) -> bool:
+    """Whether a text that begins like a list of numbers or words is none: "[1] Introduction", "[ ] to do"."""
+    text = head.strip()
+    if re.match(r"\[\s*[\[{]", text) or _is_lists(head):
+        return False
+    try:
+        _, end = _LISTS.raw_decode(text)
+    except json.JSONDecodeError as error:
+        # Where the head or a broken file cuts a list, the fault is at the end, or a text that has none.
+        return not error.msg.startswith("Unterminated") and error.pos <= len(text) - len("false")
+    except RecursionError:
+        return False
+    return end < len(text)
+
+
+_LISTS: Final = json.JSONDecoder(parse_int=str)  # int() refuses long numbers
 
 
 def _is_lists(head: str) -> bool:

@@ -268,6 +268,8 @@ def _pair(folded: dict[str, str]) -> Shape | None:
 
 
 def _text(folded: dict[str, str]) -> Shape | None:
+    if "role" in folded:  # each row is a turn of a conversation, and no document
+        return None
     column = next((folded[name] for name in _TEXT_COLUMNS if name in folded), None)
     if column is None and len(folded) == 1:
         column = next(iter(folded.values()))

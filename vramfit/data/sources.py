@@ -25,6 +25,7 @@ from vramfit.units import GIB, format_bytes
 HEAD_BYTES: Final = 64 * 1024
 CHUNK_BYTES: Final = 1024 * 1024
 FOREIGN_SAMPLE_BYTES: Final = 512 * 1024
+FOREIGN_AROUND_BYTES: Final = 2000
 MAX_UNPACKED_BYTES: Final = 256 * GIB
 MAX_GZIP_RATIO: Final = 300  # JSON of one repeated row packs about 200 to 1; a gzip bomb 1,000 to 1
 UNSUSPECTED_BYTES: Final = 64 * 1024 * 1024  # a small file may pack well: a bomb of this size does no harm
@@ -55,6 +56,10 @@ _NOT_DATA: Final[tuple[tuple[bytes, str], ...]] = (
     (b"\x93NUMPY", "a NumPy array"),
     (b"\x89HDF", "an HDF5 file"),
     (b"ARROW1", "an Arrow file"),
+    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an old Office file (.xls, .doc)"),
+    (b"\x1f\x9d", "a compressed file (.Z)"),
+    (b"\x04\x22\x4d\x18", "an LZ4 archive"),
+    (b"Obj\x01", "an Avro file"),
     (b"GGUF", "model weights (GGUF)"),
     (b"version https://git-lfs", "a Git LFS pointer, not the file itself"),
 )
@@ -64,9 +69,10 @@ _HTML: Final = re.compile(
 )
 # Protocols 2 to 5 begin with their number; 1 and 0 with a list, dict or tuple, or an object of a module.
 _PICKLE: Final = re.compile(
-    rb"\x80[\x02-\x05]|[\])}]q\x00|\((?:lp|dp|tp?|ip)\d+\r?\n|c[\w.]+\n\w+\n(?:p\d+\n|q\x00|\(S['\"]|\)?R)"
+    rb"\x80[\x02-\x05]|[\])}]q\x00|\((?:lp|dp|tp?|ip)\d+\r?\n"
+    rb"|\(*[VS][^\n]{0,10000}\np\d+\r?\n|\(+[IFL]-?[\d.e+-]+L?\r?\n|c[\w.]+\n\w+\n(?:p\d+\n|q\x00|\(S['\"]|\)?R)"
 )
-_FOREIGN_LINE: Final = re.compile(rb"[^\n]{0,2000}[\x80-\xff][^\n]{0,2000}")
+_FOREIGN: Final = re.compile(rb"[\x80-\xff]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,10 +318,16 @@ class _ByteCounter:
         self.multibyte += len(whole) - len(text)
 
     def _keep_foreign(self, data: bytes) -> None:
-        for match in _FOREIGN_LINE.finditer(data):
-            if len(self.foreign) >= FOREIGN_SAMPLE_BYTES:
-                return
-            self.foreign += match.group() + b"\n"
+        # One pattern for byte and surroundings would look 2,000 bytes ahead from every byte of a long line.
+        end = 0
+        while len(self.foreign) < FOREIGN_SAMPLE_BYTES and (match := _FOREIGN.search(data, end)) is not None:
+            place = match.start()
+            first = max(end, place - FOREIGN_AROUND_BYTES)
+            start = max(first, data.rfind(b"\n", first, place) + 1)
+            last = min(place + FOREIGN_AROUND_BYTES, len(data))
+            line_end = data.find(b"\n", place, last)
+            end = last if line_end < 0 else line_end
+            self.foreign += data[start:end] + b"\n"
 
 
 _BLANK_RUNS: Final = (b"\n" * 1000, b"\r\n" * 1000)
@@ -343,7 +355,8 @@ def _refuse_other_kinds(path: Path, head: bytes) -> None:
         kind = "a TAR archive"
     if kind is None and _PICKLE.match(head):
         kind = "a Python pickle, which can run programs when it is opened"
-    if kind is None and _HTML.match(head.removeprefix(b"\xef\xbb\xbf")):
+    # Without NUL bytes and order mark the beginning of a page in UTF-16 is the same as in any other encoding.
+    if kind is None and _HTML.match(head.removeprefix(b"\xef\xbb\xbf").lstrip(b"\xff\xfe").replace(b"\0", b"")):
         kind = "a web page (HTML or XML)"
     if kind is not None:
         raise DataError(

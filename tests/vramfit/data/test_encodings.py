@@ -32,6 +32,9 @@ def detected(folder: Path, content: bytes) -> Encoding:
         (CHINESE, "gb18030", "gb18030"),
         (CHINESE, "gbk", "gb18030"),
         (JAPANESE, "shift_jis", "shift_jis"),
+        (JAPANESE, "euc_jp", "euc_jp"),
+        (CHINESE, "utf-16-le", "utf-16-le"),
+        ("一" * 6 + CHINESE, "utf-16-be", "utf-16-be"),
         (FRENCH, "cp1252", "cp1252"),
         (GERMAN, "latin-1", "cp1252"),
         ("plain words", "ascii", "utf-8"),
@@ -72,6 +75,10 @@ def test_nul_bytes_are_refused_with_their_place(tmp_path: Path) -> None:
         detected(tmp_path, b"hello\nw\x00rld\n")
     with pytest.raises(DataError, match="NUL bytes"):
         detected(tmp_path, bytes(range(256)) * 4)
+    with pytest.raises(DataError, match="NUL bytes"):
+        detected(tmp_path, b"".join((number % 500).to_bytes(2, "little") for number in range(5000)))
+    with pytest.raises(DataError, match="holds 1 NUL bytes, the first at byte 21"):
+        detected(tmp_path, b"question,answer\ncaf\xe9s\x00,b\n")
 
 
 def test_the_user_can_name_an_encoding() -> None:

@@ -37,6 +37,16 @@ def layout(folder: Path, text: str, name: str = "data") -> tuple[str, str]:
         ("{{name}} is my name\n", "text"),
         ("one line", "text"),
         ("[note] this is text", "text"),
+        ("[1] Introduction\n\nAs in [2].\n", "text"),
+        ("[2024-01-05] user: hello\n[2024-01-06] bot: hi\n", "text"),
+        ('["Hello," she said.] And then it ended.\n', "text"),
+        ("[ ] to do\n[x] done\n", "text"),
+        ("[[A link]] in a wiki\n", "text"),
+        ("[1, 2,\n 3]", "json"),
+        ('["one", "two"]\n', "json"),
+        ('["one", "tw', "json"),
+        ("[[1, 2], [3]]", "json"),
+        ("[1, 2]\n[3]\n", "jsonl"),
     ],
 )
 def test_formats_are_told_by_content(tmp_path: Path, text: str, kind: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vramfit.data.rows import Bytes, Row, parse_json
-from vramfit.data.shapes import ROLES, Conversation, Document, Dropped, Turn, merge_turns, recognise
+from vramfit.data.shapes import ROLES, Conversation, Document, Dropped, Turn, UnknownColumns, merge_turns, recognise
 from vramfit.errors import DataError
 
 
@@ -297,3 +297,11 @@ def test_joined_turns_keep_all_text_and_have_the_least_weight() -> None:
     assert (
         merge_turns([*answers, Turn("assistant", "f", weight=0)])[0].weight == 0
     )  # what has weight 0 is never learned
+
+
+@pytest.mark.parametrize("name", ["content", "text"])
+def test_rows_that_are_turns_are_not_taken_for_documents(name: str) -> None:
+    turns = [row({"role": "user", name: "q"}), row({"role": "assistant", name: "a"})]
+    with pytest.raises(UnknownColumns, match="'role'"):
+        recognise(turns)
+    assert recognise(turns, {"text": name}).kind == "text"

@@ -44,6 +44,13 @@ def write(folder: Path, content: bytes, name: str = "data.json") -> Path:
         (pickle.dumps([{"a": "b"}], protocol=0), "pickle"),
         (pickle.dumps({"a": "b"}, protocol=1), "pickle"),
         (pickle.dumps(Path("a"), protocol=0), "pickle"),
+        (pickle.dumps("hello", protocol=0), "pickle"),
+        (pickle.dumps(("a", "b"), protocol=0), "pickle"),
+        (pickle.dumps((1, 2.5), protocol=0), "pickle"),
+        ("<!doctype html><p>x".encode("utf-16"), "web page"),
+        ("\n<html><p>x".encode("utf-16-be"), "web page"),
+        (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(60), "Office"),
+        (b"Obj\x01\x04\x14avro.codec", "Avro"),
         (b"cos\nsystem\n(S'echo'\ntR.", "pickle"),
         (b"cbuiltins\ndict\n)R.", "pickle"),
         (b"\n<!-- saved from --> <!-- x -->\n<HTML><p>", "web page"),
@@ -183,3 +190,13 @@ def test_surrogates_written_as_characters_are_damage_within_utf8(
     found = scan(write(tmp_path, '{"a": "b\ud800\udfff"}\n'.encode("utf-8", "surrogatepass")))
     assert (found.bad_utf8_bytes, found.foreign) == (0, b"")
     assert detect(found).name == "utf-8"
+
+
+def test_lines_that_are_not_utf8_are_kept_with_what_is_around(tmp_path: Path) -> None:
+    found = scan(write(tmp_path, b"a,b\ncaf\xe9,\xe0 c\nplain\n\xe9t\xe9\n"))
+    assert found.foreign == b"caf\xe9,\xe0 c\n\xe9t\xe9\n"
+    # One long line: each byte is kept once, and this ends soon (it took minutes where every byte began a search).
+    line = (b"x" * 1_000_000 + b"\xe9" + b"y" * 10 + b"\xe8") * 4
+    found = scan(write(tmp_path, line))
+    assert found.foreign[:2013] == b"x" * 2000 + b"\xe9" + b"y" * 10 + b"\xe8" + b"x"
+    assert (found.foreign.count(b"\xe9"), found.foreign.count(b"\xe8"), found.bad_utf8_bytes) == (4, 4, 8)
