@@ -10,7 +10,7 @@ from typing import Final
 from ui.form import field_of
 from ui.texts import Texts
 from vramfit.errors import Problem, VramfitError, WontFit
-from vramfit.planning.plan import MEMORY_KINDS, Forecast, MemoryEstimate
+from vramfit.planning.plan import MEMORY_KINDS, Alternative, Forecast, MemoryEstimate
 from vramfit.units import format_bytes, format_count, format_duration
 
 MIN_SHARE: Final = 0.0005
@@ -45,9 +45,16 @@ def peak_parts(memory: MemoryEstimate) -> dict[str, int]:
 
 
 def forecast_card(
-    forecast: Forecast, texts: Texts, *, device_name: str, plan_only: bool = False, refusal: WontFit | None = None
+    forecast: Forecast,
+    texts: Texts,
+    *,
+    device_name: str,
+    plan_only: bool = False,
+    refusal: WontFit | None = None,
+    check: str = "",
 ) -> str:
-    """The whole estimate of a plan. With a `refusal` it does not fit: what takes the room, and what would help."""
+    """The whole estimate of a plan. With a `refusal` it does not fit: what takes the room, and what would help. `check`
+    is the token by which the plan can be checked precisely (ui/checks.py), "" where it cannot."""
     memory, plan = forecast.memory, forecast.plan
     key = "fits" if forecast.fits else "wontfit"
     figure = texts["estimate.of_budget" if forecast.fits else "estimate.over"].format(
@@ -59,15 +66,16 @@ def forecast_card(
         f'<div class="vf-figure"><b>{_esc(figure)}</b></div>',
         _bar(memory, plan.budget_bytes, texts),
         f'<div class="vf-sub">{_esc(texts["estimate.device.cpu" if on_cpu else "estimate.device"])}. '
-        f"{_esc(texts['estimate.phase'].format(phase=_phase(memory.peak.name, texts)))}.</div>",
+        f"{_esc(texts['estimate.phase'].format(phase=phase_name(memory.peak.name, texts)))}.</div>",
         _legend(memory, texts),
     ]
     if refusal is not None:
-        return _card([*body, _sentence(refusal.what), _list(refusal.suggestions)], state=key)
+        others = _alternatives(forecast, texts)
+        return _card([*body, _sentence(refusal.what), _list(refusal.suggestions), others], state=key)
     body.append(_facts(forecast, texts))
     if plan_only:
         body.append(f'<p class="vf-note">{_esc(texts["estimate.plan_only"].format(name=device_name))}</p>')
-    body += [_reasons(forecast, texts), _phases(memory, texts)]
+    body += [_reasons(forecast, texts), _phases(memory, texts), _alternatives(forecast, texts), _check(check, texts)]
     return _card(body, state=key)
 
 
@@ -169,11 +177,45 @@ def _reasons(forecast: Forecast, texts: Texts) -> str:
 
 def _phases(memory: MemoryEstimate, texts: Texts) -> str:
     rows = "".join(
-        f"<tr><th>{_esc(_phase(phase.name, texts))}</th><td><b>{format_bytes(phase.total_bytes)}</b></td></tr>"
+        f"<tr><th>{_esc(phase_name(phase.name, texts))}</th><td><b>{format_bytes(phase.total_bytes)}</b></td></tr>"
         for phase in memory.phases
     )
     title = _esc(texts["estimate.phases"])
     return f'<details class="vf-fold"><summary>{title}</summary><table class="vf-reasons">{rows}</table></details>'
+
+
+def _alternatives(forecast: Forecast, texts: Texts) -> str:
+    """The other ways to do the run, each with why it was not taken and what this version lacks for it."""
+    rows = "".join(
+        f"<tr><th>{_esc(texts.words.get(f'way.{other.name}', other.name))}</th><td>"
+        f"<b>{_esc(_reach(other, texts))}</b><span>{_esc(other.reason)}.{_lacks(other, texts)}</span></td></tr>"
+        for other in forecast.alternatives
+    )
+    if not rows:
+        return ""
+    title = _esc(texts["estimate.others"])
+    return f'<details class="vf-fold"><summary>{title}</summary><table class="vf-reasons">{rows}</table></details>'
+
+
+def _reach(other: Alternative, texts: Texts) -> str:
+    if not other.fits:
+        return texts["estimate.wontfit"]
+    speed = texts["estimate.tokens_per_s"].format(value=format_count(other.tokens_per_s))
+    return f"{format_bytes(other.device_bytes)}, {speed}"
+
+
+def _lacks(other: Alternative, texts: Texts) -> str:
+    return " " + _esc(texts["estimate.needs"].format(what=", ".join(other.needs))) if other.needs else ""
+
+
+def _check(token: str, texts: Texts) -> str:
+    if not token:
+        return ""
+    return (
+        f'<div class="vf-check" data-token="{_esc(token)}"><button type="button" class="vf-button vf-button-small" '
+        f'data-check>{_esc(texts["check.button"])}</button><span class="vf-sub">{_esc(texts["check.help"])}</span>'
+        '<div class="vf-check-view"></div></div>'
+    )
 
 
 def _setting(name: str, texts: Texts) -> str:
@@ -185,7 +227,8 @@ def _setting(name: str, texts: Texts) -> str:
     return texts.words.get(f"plan.{key}", name.replace("_", " ").capitalize())
 
 
-def _phase(name: str, texts: Texts) -> str:
+def phase_name(name: str, texts: Texts) -> str:
+    """A phase of a step in the reader's words."""
     return texts.words.get(f"phase.{name}", name)
 
 

@@ -16,10 +16,12 @@ import gradio as gr
 from jobs.store import Store
 from jobs.supervisor import ensure_running
 from ui import form
+from ui.checks import Checks
 from ui.column_map import column_map
 from ui.data_card import data_card, left_out, reading_card
 from ui.estimate import error_card, forecast_card, later_card, problems_card
 from ui.form import FieldSpec
+from ui.preset_buttons import Presets, waiting
 from ui.preview import PLAN_PREFIX, Preview, Previewer
 from ui.runs import exports
 from ui.samples import Sample
@@ -47,6 +49,7 @@ _OF_DATA: Final = ("model.source", "model.revision", "data.")
 """Beginnings of the fields that decide what the data card shows."""
 
 _CHOSEN_APART: Final = ("model.source", "data.paths", "device")
+_SET_BY_PRESET: Final = ("model.source", "method", "data.max_length", "schedule.max_steps")
 _SET_BY_CARD: Final = ("data.columns", "data.most_dropped_share")
 """Fields that the controls in the data card set."""
 
@@ -64,9 +67,17 @@ class NewRun:
     """Builds the page inside an open `gr.Blocks` and answers its events. One for each language."""
 
     def __init__(
-        self, *, store: Store, previewer: Previewer, texts: Texts, guard: Callable[..., Callable[..., Updates]]
+        self,
+        *,
+        store: Store,
+        previewer: Previewer,
+        texts: Texts,
+        guard: Callable[..., Callable[..., Updates]],
+        presets: Presets | None = None,
+        checks: Checks | None = None,
     ) -> None:
         self.store, self.previewer, self.texts = store, previewer, texts
+        self.presets, self.checks = presets or Presets(previewer), checks or Checks()
         self.widgets: dict[str, Any] = {}
         self._started: dict[tuple[str, str], tuple[float, int]] = {}
         self._lock = threading.Lock()
@@ -85,6 +96,12 @@ class NewRun:
                     f"<h1>{_esc(start['new.title'])}</h1><p>{_esc(start['new.lead'])}</p>",
                     elem_classes="vf-lead",
                     apply_default_css=False,
+                )
+                self.preset_row = gr.HTML(
+                    waiting("auto", self.texts),
+                    elem_id="presets",
+                    apply_default_css=False,
+                    js_on_load="window.VF.mountPresets(element, watch, trigger)",
                 )
                 with gr.Column(elem_classes="vf-fields vf-simple"):
                     for path in form.SIMPLE:
@@ -248,6 +265,19 @@ class NewRun:
             outputs=[*self.widgets.values(), self.answer],
             **quick,
         )
+        self.widgets["device"].change(
+            self._guard(self.on_card, self.answer),
+            inputs=self.inputs,
+            outputs=[self.preset_row],
+            trigger_mode="always_last",
+            **quick,
+        )
+        self.preset_row.submit(
+            self._guard(self.on_preset, self.answer),
+            inputs=self.inputs,
+            outputs=[*self.widgets.values(), self.answer],
+            **quick,
+        )
         self.start.click(
             self._guard(self.on_start, self.answer),
             inputs=self.inputs,
@@ -358,6 +388,20 @@ class NewRun:
             if path not in _CHOSEN_APART and old[path] != new[path] and _text(values[widget]) == old[path]
         }
 
+    def on_card(self, values: Values) -> Updates:
+        """Another card: its presets are other ones."""
+        return {self.preset_row: waiting(_text(values[self.widgets["device"]]) or "auto", self.texts)}
+
+    def on_preset(self, values: Values, event: gr.EventData) -> Updates:
+        """Fill the form for a goal on the chosen card. Data and everything that no preset decides stay."""
+        goal = str(event.goal)
+        found = self.presets.get(goal, _text(values[self.widgets["device"]]) or "auto")
+        if found is None:
+            raise UserError(self.texts["preset.none"], self.texts["preset.none.remedy"])
+        updates = self.on_model({**values, self.widgets["model.source"]: found.model})
+        shown = form.show(found.config())
+        return {**updates, **{self.widgets[path]: shown[path] for path in _SET_BY_PRESET}, self.answer: ""}
+
     def on_start(self, values: Values, request: gr.Request) -> Updates:
         """Queue the run and open it; or say what is wrong and keep everything as typed."""
         try:
@@ -371,7 +415,7 @@ class NewRun:
             return {self.estimate: self._error_html(error), self.answer: ""}
         run = self._add_once(config, preview, session=str(request.session_hash))
         ensure_running(self.store.data_dir)
-        return {self.estimate: self._forecast_html(preview), self.answer: self._order("open", str(run))}
+        return {self.estimate: self._forecast_html(config, preview), self.answer: self._order("open", str(run))}
 
     def _check_rows(self, config: RunConfig) -> None:
         """Raises DataError for rows that cannot be read and TooManyDropped for those that would be left out, as far as
@@ -443,22 +487,23 @@ class NewRun:
     def _estimate_html(self, values: Values) -> str:
         try:
             config, card = self._config(values)
-            return self._forecast_html(self.previewer.preview(config, card))
+            return self._forecast_html(config, self.previewer.preview(config, card))
         except VramfitError as error:
             return self._error_html(error)
 
     def _safe_estimate(self, config: RunConfig, card: str) -> str:
         try:
-            return self._forecast_html(self.previewer.preview(config, card))
+            return self._forecast_html(config, self.previewer.preview(config, card))
         except VramfitError as error:
             return self._error_html(error)
 
-    def _forecast_html(self, preview: Preview) -> str:
+    def _forecast_html(self, config: RunConfig, preview: Preview) -> str:
         name = preview.device.name
         if preview.forecast is None:
             ask_again = next(self._number) if preview.missing == "data" else None
             return later_card(f"estimate.later.{preview.missing}", self.texts, device_name=name, ask_again=ask_again)
-        return forecast_card(preview.forecast, self.texts, device_name=name, plan_only=not preview.here)
+        check = self.checks.offer(config.model, preview.forecast)
+        return forecast_card(preview.forecast, self.texts, device_name=name, plan_only=not preview.here, check=check)
 
     def _error_html(self, error: VramfitError) -> str:
         if isinstance(error, ConfigError):

@@ -36,9 +36,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jobs.store import Store
 from jobs.supervisor import ensure_running
+from ui.calibration import Calibrator
+from ui.checks import Checks
 from ui.estimate import notice_card
+from ui.explore import Explorer, page_html
 from ui.monitor import Cursor, resume, run_view, stop
 from ui.new_run import NewRun
+from ui.preset_buttons import Presets
 from ui.preview import Previewer
 from ui.row_view import Find, row_view
 from ui.runs import runs_view
@@ -68,6 +72,24 @@ class Services:
     data_dir: Path
     store: Store
     previewer: Previewer
+    explorer: Explorer
+    presets: Presets
+    checks: Checks
+    calibrator: Calibrator
+
+    @classmethod
+    def of(cls, folder: Path) -> Services:
+        """All of them, for one data folder."""
+        store, previewer = Store(folder), Previewer(folder)
+        return cls(
+            data_dir=folder,
+            store=store,
+            previewer=previewer,
+            explorer=Explorer(previewer),
+            presets=Presets(previewer),
+            checks=Checks(),
+            calibrator=Calibrator(store, previewer),
+        )
 
     @property
     def log_path(self) -> Path:
@@ -82,7 +104,7 @@ def build(data_dir: Path, *, only_host: str = "127.0.0.1") -> FastAPI:
     folder = open_data_folder(data_dir)
     os.environ.setdefault("GRADIO_TEMP_DIR", str(folder / "cache" / "panel"))
     _log_to(folder / LOG)
-    services = Services(data_dir=folder, store=Store(folder), previewer=Previewer(folder))
+    services = Services.of(folder)
     app = FastAPI(title="VRAMFit", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.services = services
     _add_routes(app, services)
@@ -125,6 +147,7 @@ def serve(host: str, port: int, data_dir: Path, open_browser: bool = True) -> No
             uvicorn.Server(config).run(sockets=[listener])
         finally:
             keeper.stop()
+            services.checks.end()
             services.store.close()
 
 
@@ -169,7 +192,7 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def build_pages(services: Services, texts: Texts) -> gr.Blocks:
-    """The three pages in one language. Which one shows is the address's business (assets/panel.js)."""
+    """The four pages in one language. Which one shows is the address's business (assets/panel.js)."""
     store = services.store
     guard = functools.partial(guarded, texts=texts, log_path=services.log_path)
     quick: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
@@ -177,7 +200,20 @@ def build_pages(services: Services, texts: Texts) -> gr.Blocks:
     with gr.Blocks(title="VRAMFit", analytics_enabled=False) as blocks:
         gr.HTML(_header(texts), elem_id="header", apply_default_css=False, js_on_load="window.VF.mountHeader(element)")
         with gr.Column(elem_id="page-new", elem_classes="vf-page"):
-            page = NewRun(store=store, previewer=services.previewer, texts=texts, guard=guard)
+            page = NewRun(
+                store=store,
+                previewer=services.previewer,
+                texts=texts,
+                guard=guard,
+                presets=services.presets,
+                checks=services.checks,
+            )
+        with gr.Column(elem_id="page-explore", elem_classes="vf-page"):
+            gr.HTML(
+                page_html(services.previewer, texts),
+                apply_default_css=False,
+                js_on_load="window.VF.mountExplore(element)",
+            )
         with gr.Column(elem_id="page-monitor", elem_classes="vf-page"):
             monitor_note = gr.HTML("", elem_classes="vf-page-note", apply_default_css=False)
             monitor = gr.HTML(
@@ -257,7 +293,7 @@ def _header(texts: Texts) -> str:
     other = next(language for language in LANGUAGES if language != texts.language)
     links = "".join(
         f'<a href="?view={page}" data-page="{page}">{html.escape(texts["nav." + page])}</a>'
-        for page in ("new", "monitor", "runs")
+        for page in ("new", "explore", "monitor", "runs")
     )
     return (
         '<div class="vf-header"><a class="vf-logo" href="?view=new" data-page="new"><i></i>VRAMFit</a>'
@@ -273,7 +309,9 @@ def _head(texts: Texts) -> str:
     known = {"language": texts.language, "words": texts.words, "plotly": _asset_url("plotly.min.js")}
     # "<" as an escape, so that no text can end the script element.
     values = json.dumps(known, ensure_ascii=False).replace("<", "\\u003c")
-    scripts = "".join(f'<script src="{_asset_url(name)}"></script>' for name in ("panel.js", "monitor.js", "runs.js"))
+    scripts = "".join(
+        f'<script src="{_asset_url(name)}"></script>' for name in ("panel.js", "monitor.js", "runs.js", "explore.js")
+    )
     return (
         f'<link rel="icon" href="{_asset_url("icon.svg")}" type="image/svg+xml">'
         f'<link rel="stylesheet" href="{_asset_url("panel.css")}">'
@@ -344,6 +382,33 @@ def _add_routes(app: FastAPI, services: Services) -> None:
             lang,
             lambda texts: row_view(samples, texts, token=token, number=number, limit=limit, how=how, find=find),
         )
+
+    @app.get("/vramfit/data/explore/{part}")
+    def explore(part: str, request: Request, lang: str = "en") -> Response:
+        query = dict(request.query_params)
+        return _answer(services, lang, lambda texts: services.explorer.view(part, query, texts))
+
+    @app.get("/vramfit/data/presets")
+    def presets(lang: str = "en", card: str = "auto") -> Response:
+        return _answer(services, lang, lambda texts: services.presets.view(card, texts))
+
+    @app.get("/vramfit/data/check/{token}")
+    def check(token: str, lang: str = "en") -> Response:
+        return _answer(services, lang, lambda texts: services.checks.view(token, texts))
+
+    @app.post("/vramfit/data/check/{token}")
+    def start_check(token: str, lang: str = "en") -> Response:
+        services.checks.start(token)
+        return check(token, lang)
+
+    @app.get("/vramfit/data/calibration")
+    def calibration(lang: str = "en") -> Response:
+        return _answer(services, lang, services.calibrator.view)
+
+    @app.post("/vramfit/data/calibration")
+    def start_calibration(lang: str = "en") -> Response:
+        services.calibrator.start(texts_of(lang))
+        return calibration(lang)
 
     @app.get("/vramfit/data/run/{run}")
     def run(

@@ -6,6 +6,7 @@ a data set surveyed, once per version of its files: while that lasts the form go
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import time
@@ -100,10 +101,21 @@ class Previewer:
             return self.machine()
         return known
 
+    def machine_of(self, card: str) -> Machine:
+        """This machine, or the one that `plan:NAME` stands for; of several devices the chosen one comes first.
+
+        Raises HardwareError for a card or device that is not there.
+        """
+        if card.startswith(PLAN_PREFIX):
+            return cards.machine_with(card.removeprefix(PLAN_PREFIX))
+        machine = self.machine()
+        chosen = machine.device(card)
+        others = tuple(device for device in machine.devices if device != chosen)
+        return dataclasses.replace(machine, devices=(chosen, *others))
+
     def preview(self, config: RunConfig, card: str) -> Preview:
         """The planner's answer for `config` on `card` (a torch device, "auto", or `plan:NAME`). Raises UserError."""
-        here = not card.startswith(PLAN_PREFIX)
-        machine = self.machine() if here else cards.machine_with(card.removeprefix(PLAN_PREFIX))
+        here, machine = not card.startswith(PLAN_PREFIX), self.machine_of(card)
         device = machine.device(config.device)
         architecture = _shape_of(config)
         if architecture is None:

@@ -18,6 +18,10 @@
     });
     return plotlyLoading;
   };
+  VF.plot = async (place, data, layout) => {
+    await plotly();
+    if (place?.isConnected) await window.Plotly.react(place, data, layout, { displayModeBar: false, responsive: true });
+  };
   if (VF.place().page === "monitor") plotly().catch(() => {});
   else setTimeout(() => plotly().catch(() => {}), 2500);
 

@@ -4,7 +4,7 @@
 (() => {
   "use strict";
   const VF = window.VF;
-  const PAGES = ["new", "monitor", "runs"];
+  const PAGES = ["new", "explore", "monitor", "runs"];
 
   VF.word = (key, values = {}) =>
     (VF.words[key] ?? key).replace(/\{(\w+)\}/g, (whole, name) => values[name] ?? whole);
@@ -100,11 +100,11 @@
     return element;
   };
 
-  VF.fetch = async (path, query = {}) => {
+  VF.fetch = async (path, query = {}, method = "GET") => {
     const url = new URL(`/vramfit/data/${path}`, location.origin);
     url.searchParams.set("lang", VF.language);
     for (const [name, value] of Object.entries(query)) if (value != null) url.searchParams.set(name, value);
-    const answer = await fetch(url, { cache: "no-store" });
+    const answer = await fetch(url, { cache: "no-store", method });
     const values = await answer.json();
     if (values.error) throw Object.assign(new Error(values.error.what), values.error);
     if (!answer.ok) throw new Error(answer.statusText);
@@ -129,6 +129,7 @@
 
   // ---- New run: the estimate repeats each problem at its field, and keeps its folds open -------------------------
   VF.mountEstimate = (element, watch, trigger) => {
+    const check = VF.checking(element);
     let open = new Set();
     let again = 0;
     const askAgain = () => {
@@ -146,12 +147,68 @@
     const after = () => {
       element.querySelectorAll("details").forEach((fold, index) => { fold.open = open.has(index); });
       VF.markFields(element);
+      check();
       clearTimeout(again);
       again = setTimeout(askAgain, 700);
       VF.estimateShownAt = performance.now();
     };
     watch("value", after);
     after();
+  };
+
+  // Check precisely: the button asks for a trace of exactly the plan in sight; answers about another one are let go.
+  VF.checking = (element) => {
+    let answer = null; // {token, html, figure}
+    const place = () => element.querySelector("[data-token]");
+    const put = () => {
+      const box = place();
+      if (!box || answer?.token !== box.dataset.token) return;
+      box.querySelector(".vf-check-view").innerHTML = answer.html;
+      box.querySelector("[data-check]").disabled = answer.state === "running" || answer.state === "done";
+      if (answer.figure) VF.timeline(box.querySelector(".vf-timeline"), answer.figure);
+    };
+    const ask = async (token, method) => {
+      let found;
+      try {
+        found = await VF.fetch(`check/${token}`, {}, method);
+      } catch (error) {
+        found = { state: "failed", html: "" };
+        found.html = VF.make("p", { class: "vf-note" }, error.what ? `${error.what}. ${error.remedy ?? ""}` : VF.word("monitor.offline")).outerHTML;
+      }
+      if (place()?.dataset.token !== token) return;
+      answer = { token, ...found };
+      put();
+      if (found.state === "running") setTimeout(() => place()?.dataset.token === token && ask(token, "GET"), 500);
+    };
+    element.addEventListener("click", (event) => {
+      if (event.target.closest("[data-check]")) ask(place().dataset.token, "POST");
+    });
+    return () => {
+      const token = place()?.dataset.token;
+      if (!token) return;
+      if (answer?.token !== token) { answer = null; return; }
+      put();
+      if (answer.state === "running") ask(token, "GET");
+    };
+  };
+
+  // ---- New run: one click per goal ---------------------------------------------------------------------------------
+  VF.mountPresets = (element, watch, trigger) => {
+    let asked = 0;
+    const ask = async () => {
+      const row = element.querySelector(".vf-presets");
+      const mine = ++asked;
+      try {
+        const { html } = await VF.fetch("presets", { card: row.dataset.card });
+        if (mine === asked && row.isConnected) row.innerHTML = html;
+      } catch { /* the estimate says what is wrong with a card */ }
+    };
+    element.addEventListener("click", (event) => {
+      const button = event.target.closest("[data-goal]");
+      if (button) trigger("submit", { goal: button.dataset.goal });
+    });
+    watch("value", ask);
+    ask();
   };
 
   // ---- New run: the data card asks until it is whole, shows any row, and tells the estimate of measured lengths -------

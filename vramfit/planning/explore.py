@@ -30,7 +30,8 @@ LENGTHS: Final = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 class Outcome:
     """One wish on one machine: bytes of the device and of RAM at the peak, trained tokens/s.
 
-    `needs` is what of the plan this version lacks; `limit` says which number breaks where nothing fits."""
+    `least_bytes` is what this version needs of the device at the least, with the smallest and slowest plan. `needs` is
+    what of the plan this version lacks; `limit` says which number breaks where nothing fits."""
 
     model: str
     method: Method
@@ -43,6 +44,7 @@ class Outcome:
     tokens_per_s: float
     needs: tuple[str, ...]
     limit: str = ""
+    least_bytes: int = 0
 
 
 def heat_map(
@@ -123,6 +125,7 @@ def _outcome(search: Search, found: Candidate, verdict: Verdict) -> Outcome:
         tokens_per_s=found.speed.tokens_per_s if verdict != "no" else 0.0,
         needs=missing(found.plan, ENGINE),
         limit=limit,
+        least_bytes=search.least().memory.device_bytes,
     )
 
 

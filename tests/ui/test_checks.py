@@ -1,0 +1,149 @@
+"""Check precisely: offered for what can be built, traced in a child, told by phase; a newer check ends an older one."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ui.checks import Checks, compared_html, estimated_phases, model_config, timeline_figure
+from ui.preview import Previewer
+from ui.texts import texts_of
+from vramfit.config import ModelChoice
+from vramfit.errors import UserError
+from vramfit.planning.plan import Forecast
+from vramfit.starter.recipe import starter_run
+from vramfit.starter.shape import MODEL_CONFIG
+
+EN = texts_of("en")
+TRACE = {
+    "trace": {
+        "peak_bytes": 40 * 2**20,
+        "phases": {"load": 2**20, "loss": 40 * 2**20, "backward": 30 * 2**20},
+        "traced_blocks": 2,
+        "linear": True,
+        "operations": 4706,
+        "timeline": [[1, 2**20, "load"], [2, 40 * 2**20, "loss"]],
+    }
+}
+
+
+@pytest.fixture
+def forecast(tmp_path: Path) -> Forecast:
+    found = Previewer(tmp_path).preview(starter_run(), "cpu").forecast
+    assert found is not None
+    return found
+
+
+def answering(text: str, *, seconds: float = 0.0) -> tuple[str, ...]:
+    code = f"import sys, time; sys.stdin.read(); time.sleep({seconds}); print({text!r})"
+    return (sys.executable, "-c", code)
+
+
+def ended(checks: Checks, token: str) -> dict[str, object]:
+    deadline = time.monotonic() + 120
+    while (view := checks.view(token, EN))["state"] == "running":
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return view
+
+
+def test_the_starter_is_really_traced(forecast: Forecast) -> None:
+    checks = Checks()
+    token = checks.offer(starter_run().model, forecast)
+    assert checks.view(token, EN)["state"] == "idle"
+    checks.start(token)
+    view = ended(checks, token)
+    assert view["state"] == "done", view["html"]
+    peak = checks._known[token].answer["trace"]["peak_bytes"]  # type: ignore[index]
+    assert peak == pytest.approx(forecast.memory.peak_bytes, rel=0.05)
+    assert "Traced peak" in str(view["html"])
+    assert len(view["figure"]["x"]) > 100  # type: ignore[index]
+
+
+def test_the_same_settings_are_one_check_and_others_another(forecast: Forecast) -> None:
+    checks = Checks(answering(json.dumps(TRACE)))
+    model = ModelChoice(source="HuggingFaceTB/SmolLM2-135M")
+    token = checks.offer(model, forecast)
+    assert token == checks.offer(model, forecast)
+    assert token != checks.offer(starter_run().model, forecast)
+
+
+def test_a_model_that_cannot_be_built_is_not_offered(forecast: Forecast, tmp_path: Path) -> None:
+    assert Checks().offer(ModelChoice(source=str(tmp_path)), forecast) == ""
+    assert Checks().offer(ModelChoice(source="owner/unknown-model"), forecast) == ""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL_CONFIG), encoding="utf-8")
+    assert Checks().offer(ModelChoice(source=str(tmp_path)), forecast)
+    assert model_config(ModelChoice(source=str(tmp_path))) == MODEL_CONFIG
+
+
+@pytest.mark.parametrize(
+    ("said", "read"),
+    [
+        (json.dumps({"error": {"what": "transformers cannot build it", "remedy": "Check it."}}), "cannot build it"),
+        ("", "did not come to an end"),
+        ("not json", "did not come to an end"),
+    ],
+)
+def test_a_childs_failure_is_told_in_words(forecast: Forecast, said: str, read: str) -> None:
+    checks = Checks(answering(said))
+    token = checks.offer(starter_run().model, forecast)
+    checks.start(token)
+    view = ended(checks, token)
+    assert view["state"] == "failed"
+    assert read in str(view["html"])
+
+
+def test_a_newer_check_ends_the_one_under_way(forecast: Forecast) -> None:
+    checks = Checks(answering(json.dumps(TRACE), seconds=60))
+    old = checks.offer(starter_run().model, forecast)
+    new = checks.offer(ModelChoice(source="Qwen/Qwen3-0.6B"), forecast)
+    checks.start(old)
+    until(lambda: checks._known[old].worker is not None)
+    checks.start(new)
+    assert ended(checks, old)["state"] == "failed"
+    until(lambda: checks._known[new].worker is not None)
+    checks.end()
+    assert ended(checks, new)["state"] == "failed"
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_token_nobody_knows_is_refused() -> None:
+    with pytest.raises(UserError, match="not estimated"):
+        Checks().view("nonsense", EN)
+
+
+def test_phases_of_blocks_and_the_embedding_are_one_backward(forecast: Forecast) -> None:
+    phases = estimated_phases(forecast)
+    blocks = [phase.total_bytes for phase in forecast.memory.phases if phase.name.startswith("backward")]
+    assert blocks
+    assert phases["backward"] == max(blocks)
+    assert "embedding" not in phases
+
+
+def test_the_comparison_says_peak_phases_and_difference(forecast: Forecast) -> None:
+    shown = compared_html(forecast, TRACE["trace"], EN, seconds=8.4)
+    assert "Traced peak 40 MiB" in shown
+    assert "4,706 operations" in shown
+    assert shown.count("<tr>") == 4
+    figure = timeline_figure(TRACE["trace"], EN)
+    assert (figure["unit"], figure["y"]) == ("MiB", [1.0, 40.0])
+
+
+def test_the_estimate_offers_the_check_and_the_other_ways(forecast: Forecast) -> None:
+    from ui.estimate import forecast_card
+
+    shown = forecast_card(forecast, EN, device_name="CPU", check="abc")
+    assert 'data-token="abc"' in shown
+    assert "Check precisely" not in forecast_card(forecast, EN, device_name="CPU")
+    assert EN["estimate.others"] in shown

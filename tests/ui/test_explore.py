@@ -1,0 +1,123 @@
+"""The Explore page: what it asks, what its parts show, and what it says of a wish that means nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ui.explore import Explorer, Look, budget_of, length_figure, map_table, page_html, told
+from ui.preview import Previewer
+from ui.texts import texts_of
+from vramfit.errors import ConfigError, UserError
+from vramfit.hardware.catalogue import machine_with
+from vramfit.models import catalogue
+from vramfit.planning.explore import heat_map, over_lengths
+from vramfit.units import GIB, format_bytes
+
+EN = texts_of("en")
+CARD = "plan:GeForce RTX 4090"
+
+
+@pytest.fixture(scope="module")
+def explorer(tmp_path_factory: pytest.TempPathFactory) -> Explorer:
+    return Explorer(Previewer(tmp_path_factory.mktemp("explore")))
+
+
+def test_a_look_names_every_number_that_is_none() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Look.of({"count": "0", "length": "many", "ram": "64"}, EN)
+    assert [problem.field for problem in caught.value.problems] == ["count", "length"]
+    look = Look.of({"count": "2", "ram": "", "length": "4,096", "method": "nonsense"}, EN)
+    assert (look.count, look.ram_gib, look.length, look.method) == (2, None, 4096, "lora")
+
+
+def test_the_map_has_a_cell_for_every_model_and_method(explorer: Explorer) -> None:
+    shown = explorer.view("map", {"card": CARD, "length": "2048"}, EN)["html"]
+    assert shown.count("<td") == 33
+    assert shown.count("data-chosen") == 1
+    assert "vf-cell-fits" in shown
+    assert "vf-cell-later" in shown
+    assert "vf-cell-no" in shown
+
+
+def test_a_cell_says_speed_and_bytes_and_on_hover_what_is_missing() -> None:
+    machine = machine_with("GeForce RTX 4090")
+    models = [catalogue.find(name) for name in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-32B", "meta-llama/Llama-3.1-405B")]
+    found = heat_map(machine, [model for model in models if model])
+    shown = map_table(found, Look.of({}, EN), EN)
+    by_name = {(one.model, one.method): one for one in found}
+    fits = by_name["Qwen/Qwen3-0.6B", "lora"]
+    assert format_bytes(fits.device_bytes) in shown
+    later = by_name["Qwen/Qwen3-32B", "lora"]
+    assert later.needs
+    assert f"Not in this version: {', '.join(later.needs)}" in told(later, EN)
+    assert later.least_bytes > 24 * GIB
+    assert f"at least {format_bytes(later.least_bytes)}" in told(later, EN)
+    never = by_name["meta-llama/Llama-3.1-405B", "full"]
+    assert "no (card memory)" in told(never, EN)
+
+
+def test_more_ram_lets_more_models_stream(explorer: Explorer) -> None:
+    little = explorer.view("map", {"card": CARD, "ram": "16"}, EN)["html"]
+    much = explorer.view("map", {"card": CARD, "ram": "2048"}, EN)["html"]
+    assert much.count("vf-cell-no") < little.count("vf-cell-no")
+
+
+def test_the_curve_grows_and_never_plans_above_the_budget() -> None:
+    machine, model = machine_with("GeForce RTX 4090"), catalogue.find("Qwen/Qwen3-8B")
+    assert model is not None
+    budget = budget_of(machine)
+    assert 20 * GIB < budget < 24 * GIB
+    figure = length_figure(over_lengths(machine, model, "qlora"), budget_bytes=budget, texts=EN)
+    planned, smallest = figure["lines"]
+    assert max(planned["y"]) <= figure["budget"]
+    assert smallest["y"] == sorted(smallest["y"])
+    assert smallest["x"] == figure["lengths"]
+
+
+def test_one_model_on_every_card(explorer: Explorer) -> None:
+    shown = explorer.view("cards", {"model": "Qwen/Qwen3-4B", "method": "qlora"}, EN)["html"]
+    assert shown.count("<tr") == 19
+
+
+def test_the_cost_of_two_setups_follows_the_prices_typed(explorer: Explorer) -> None:
+    usual = explorer.view("cost", {}, EN)
+    assert "8 x GeForce RTX 4090" in usual["html"]
+    assert "4 x A100" in usual["html"]
+    assert "2026" in usual["html"]  # when the prices were seen
+    assert usual["usual"]["a"]["price"] == 2500
+    dear = explorer.view("cost", {"a_price": "5000"}, EN)["html"]
+    assert "$20,000" in usual["html"]
+    assert "$40,000" in dear
+
+
+@pytest.mark.parametrize(
+    ("part", "query", "said"),
+    [
+        ("map", {"length": "x"}, "Sequence length (tokens)"),
+        ("map", {"card": "plan:Voodoo 2"}, "Voodoo 2"),
+        ("cards", {"model": "no/such-model"}, "no/such-model"),
+        ("cost", {"tokens": "-3"}, "Tokens (millions)"),
+        ("cost", {"tokens": "0"}, "Tokens (millions)"),
+        ("cost", {"a_price": "cheap"}, "Price of a card"),
+        ("cost", {"model": "meta-llama/Llama-3.1-405B", "method": "full", "a_count": "1"}, "cannot train"),
+    ],
+)
+def test_what_is_wrong_is_said_in_the_part(explorer: Explorer, part: str, query: dict[str, str], said: str) -> None:
+    answer = explorer.view(part, query, EN)
+    assert answer["failed"]
+    assert said in answer["html"]
+
+
+def test_an_unknown_part_is_refused(explorer: Explorer) -> None:
+    with pytest.raises(UserError, match="no part"):
+        explorer.view("nonsense", {}, EN)
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_page_offers_this_machine_and_every_card(tmp_path: Path, language: str) -> None:
+    shown = page_html(Previewer(tmp_path), texts_of(language))
+    assert shown.count("plan:") == 19
+    for part in ("map", "cards", "lengths", "cost"):
+        assert f'data-part="{part}"' in shown
