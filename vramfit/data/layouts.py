@@ -185,8 +185,9 @@ def _is_header(names: list[str], *, strict: bool) -> bool:
     if len(named) < 2 or len(set(named)) != len(named) or (strict and len(named) < len(names)):
         return False
     longest = max(map(len, names))
-    # ", " inside a first line is prose; names of columns are single words or short phrases.
-    return longest <= 64 and not (strict and (longest > 32 or any(name.startswith(" ") for name in names)))
+    # ", " inside a first line is prose, as is "<|" a mark; names of columns are single words or short phrases.
+    prose = longest > 32 or any(name.startswith((" ", ">")) or name.endswith("<") for name in names)
+    return longest <= 64 and not (strict and prose)
 
 
 def _text_split(head: str) -> TextSplit:

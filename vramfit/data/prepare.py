@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -107,7 +107,7 @@ def prepare(
     if stored is not None:
         progress(1, 1)
         groups, facts = stored
-        prepared = _from_cache(groups, facts, tokenizer, time.perf_counter() - started)
+        prepared = _from_cache(groups, facts, tokenizer, sources, time.perf_counter() - started)
         # A changed or damaged entry whose arrays still fit each other must not train something else.
         if _fingerprint(prepared.train, prepared.held_out) == prepared.fingerprint:
             check_dropped(prepared.report.dropped, rows=prepared.report.rows, choice=choice)
@@ -163,16 +163,25 @@ def _deciding(choice: DataChoice, sources: list[Source], tokenizer: Any, max_len
     }
 
 
-def _from_cache(groups: list[list[Example]], facts: dict[str, Any], tokenizer: Any, seconds: float) -> PreparedData:
+def _from_cache(
+    groups: list[list[Example]], facts: dict[str, Any], tokenizer: Any, sources: list[Source], seconds: float
+) -> PreparedData:
     report = Report.from_json({**facts["report"], "from_cache": True, "seconds": seconds})
     return PreparedData(
         train=groups[0],
         held_out=groups[1],
-        survey=survey_from_json(facts["survey"]),
+        survey=_lying_at(survey_from_json(facts["survey"]), [source.path for source in sources]),
         report=report,
         pad_id=pad_id(tokenizer),
         fingerprint=facts["print"],
     )
+
+
+def _lying_at(found: Survey, paths: list[Path]) -> Survey:
+    """A survey of the same files where they lie now: they may have been copied or moved since it was kept."""
+    now = dict(zip(found.files, paths, strict=True))
+    bad = tuple(replace(row, path=now[str(row.path)]) for row in found.bad)
+    return replace(found, files=tuple(map(str, paths)), bad=bad)
 
 
 def pad_id(tokenizer: Any) -> int:

@@ -42,6 +42,8 @@ def layout(folder: Path, text: str, name: str = "data") -> tuple[str, str]:
         ('["Hello," she said.] And then it ended.\n', "text"),
         ("[ ] to do\n[x] done\n", "text"),
         ("[[A link]] in a wiki\n", "text"),
+        ("one two<|im_end|>\n\nthree <|im_start|>four", "text"),
+        ("<|user|>hi<|assistant|>yes\n<|user|>you<|assistant|>no\n", "text"),
         ("[1, 2,\n 3]", "json"),
         ('["one", "two"]\n', "json"),
         ('["one", "tw', "json"),

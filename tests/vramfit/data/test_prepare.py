@@ -243,6 +243,18 @@ def test_case_142_143_an_edited_file_is_never_served_from_the_cache(run: Any, wr
     assert before.fingerprint != after.fingerprint
 
 
+def test_a_copy_that_is_served_from_the_cache_is_named_by_its_own_place(run: Any, tmp_path: Path) -> None:
+    text = json.dumps(TALK) + "\n{bad\n"
+    for folder in ("one", "two"):
+        path = tmp_path / folder / "rows.jsonl"
+        path.parent.mkdir()
+        path.write_text(text, encoding="utf-8")
+        data = run(path, bad_rows="skip")
+        assert data.report.from_cache == (folder == "two")
+        assert data.survey.files == (str(path),)
+        assert [row.path for row in data.survey.bad] == [path]
+
+
 def test_a_file_that_changes_while_it_is_read_is_refused_and_not_kept(
     run: Any, write_rows: Write, tokenizer: Any, tmp_path: Path
 ) -> None:
