@@ -160,7 +160,7 @@ def recognise(rows: Iterable[Row], mapping: Mapping[str, str] | None = None) -> 
     if mapping:
         return _mapped(dict(mapping), columns, sample)
     folded = {name.strip().lower(): name for name in reversed(columns)}
-    shape = _list_shape(folded, sample) or _alpaca(folded) or _pair(folded) or _text(folded)
+    shape = _list_shape(folded, sample) or _alpaca(folded) or _pair(folded) or _text(folded, sample)
     if shape is None:
         shown = ", ".join(repr(name) for name in columns[:12]) or "none"
         raise UnknownColumns(
@@ -267,12 +267,14 @@ def _pair(folded: dict[str, str]) -> Shape | None:
     return None
 
 
-def _text(folded: dict[str, str]) -> Shape | None:
+def _text(folded: dict[str, str], sample: list[Row]) -> Shape | None:
     if "role" in folded:  # each row is a turn of a conversation, and no document
         return None
     column = next((folded[name] for name in _TEXT_COLUMNS if name in folded), None)
     if column is None and len(folded) == 1:
-        column = next(iter(folded.values()))
+        only = next(iter(folded.values()))
+        # One number or switch under some name is a settings file.
+        column = only if any(type(row.values.get(only)) is str for row in sample) else None
     return None if column is None else Shape(kind="text", columns={"text": column})
 
 

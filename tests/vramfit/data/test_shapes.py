@@ -305,3 +305,10 @@ def test_rows_that_are_turns_are_not_taken_for_documents(name: str) -> None:
     with pytest.raises(UnknownColumns, match="'role'"):
         recognise(turns)
     assert recognise(turns, {"text": name}).kind == "text"
+
+
+def test_one_column_is_text_where_it_holds_text() -> None:
+    assert recognise([row({"poem": None}), row({"poem": "a"})]).columns == {"text": "poem"}
+    for value in (1, True, None):
+        with pytest.raises(UnknownColumns, match="'version'"):
+            recognise([row({"version": value})])
