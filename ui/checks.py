@@ -51,6 +51,7 @@ class _Check:
     answer: dict[str, Any] | None = None
     error: VramfitError | None = None
     running: bool = False
+    given_up: bool = False
     worker: subprocess.Popen[str] | None = field(default=None, repr=False)
 
 
@@ -95,7 +96,7 @@ class Checks:
                 return
             for other in self._known.values():
                 _end(other)
-            check.running, check.error, check.begun = True, None, time.monotonic()
+            check.running, check.given_up, check.error, check.begun = True, False, None, time.monotonic()
         threading.Thread(target=self._trace, args=(check,), name="check", daemon=True).start()
 
     def view(self, token: str, texts: Texts) -> dict[str, Any]:
@@ -135,7 +136,7 @@ class Checks:
         except VramfitError as error:
             outcome = (None, error)
         with self._lock:
-            check.answer, check.error = outcome
+            check.answer, check.error = (None, None) if check.given_up else outcome
             check.running, check.ended, check.worker = False, time.monotonic(), None
 
     def _asked(self, check: _Check) -> dict[str, Any]:
@@ -156,6 +157,8 @@ class Checks:
         with worker:
             with self._lock:
                 check.worker = worker
+                if check.given_up:  # before there was anything to end
+                    worker.kill()
             try:
                 said, complaint = worker.communicate(json.dumps(check.request), timeout=LIMIT_S)
             except subprocess.TimeoutExpired:
@@ -181,6 +184,8 @@ def _answer(said: str, complaint: str) -> dict[str, Any]:
 
 
 def _end(check: _Check) -> None:
+    """Give up a check under way; it can be asked for again."""
+    check.given_up = check.running
     if check.worker is not None:
         with contextlib.suppress(OSError):
             check.worker.kill()

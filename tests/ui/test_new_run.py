@@ -173,6 +173,31 @@ def test_another_model_gets_the_usual_settings_but_keeps_what_was_changed(page: 
     assert page._config(again)[0] == starter_run()
 
 
+def test_a_preset_fills_model_method_length_and_steps_and_the_next_one_takes_them_back(page: NewRun) -> None:
+    untouched = _values(page, device="plan:GeForce RTX 4090", seed="7")
+    taste = {**untouched, **page.on_preset(untouched, SimpleNamespace(goal="quick taste"))}
+    config, card = page._config(taste)
+    found = page.presets.get("quick taste", card)
+    assert found is not None
+    assert (config.model.source, config.method, config.data.max_length) == (found.model, "lora", 512)
+    assert (config.schedule.max_steps, config.seed) == (100, 7)
+    assert config.schedule.learning_rate == "auto"  # the starter's rate would ruin it
+    biggest = {**taste, **page.on_preset(taste, SimpleNamespace(goal="biggest model"))}
+    config, _ = page._config(biggest)
+    assert (config.method, config.data.max_length, config.schedule.max_steps) == ("qlora", 1024, None)
+
+
+def test_a_preset_for_a_card_that_holds_nothing_says_so(page: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page.presets, "get", lambda goal, card: None)
+    with pytest.raises(UserError, match="No model fits"):
+        page.on_preset(_values(page), SimpleNamespace(goal="best quality"))
+
+
+def test_another_card_has_other_presets(page: NewRun) -> None:
+    values = _values(page, device="plan:GeForce RTX 4090")
+    assert "plan:GeForce RTX 4090" in page.on_card(values)[page.preset_row]
+
+
 def test_an_old_runs_settings_fill_the_form(page: NewRun, store: Store) -> None:
     config = RunConfig.parse(
         {"method": "lora", "model": {"source": "org/model"}, "data": {"paths": ["a.txt", "b.txt"]}, "seed": 9}

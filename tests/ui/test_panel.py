@@ -140,6 +140,18 @@ def test_another_site_cannot_give_orders(client: TestClient) -> None:
     assert client.post(address, json={}, headers={"origin": "http://127.0.0.1"}).status_code != 403
 
 
+def test_explore_presets_and_checks_answer_as_json(client: TestClient) -> None:
+    shown = client.get("/vramfit/data/explore/cost", params={"tokens": "5"}).json()
+    assert "kWh" in shown["html"]
+    assert client.get("/vramfit/data/explore/nonsense").json()["error"]["remedy"]
+    assert "data-goal" in client.get("/vramfit/data/presets", params={"card": "plan:GeForce RTX 4090"}).json()["html"]
+    assert "not estimated" in client.post("/vramfit/data/check/unknown").json()["error"]["what"]
+    assert client.get("/vramfit/data/calibration").json() == {"state": "idle", "html": ""}
+    for path in ("check/unknown", "calibration"):
+        stranger = client.post(f"/vramfit/data/{path}", headers={"origin": "http://evil.example"})
+        assert stranger.status_code == 403
+
+
 def test_a_taken_port_leads_to_the_next_one() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -47,7 +47,7 @@
     });
     const base = layout(figure.x, "GiB");
     const ticks = { type: "log", tickvals: figure.lengths, ticktext: figure.lengths.map((length) => (length >= 1024 ? `${length / 1024}K` : length)) };
-    return VF.plot(place, lines, { ...base, height: 300, xaxis: { ...base.xaxis, ...ticks } });
+    return VF.plot(place, lines, { ...base, height: matchMedia("(min-width: 1000px)").matches ? 420 : 300, xaxis: { ...base.xaxis, ...ticks } });
   };
 
   VF.mountExplore = (element) => {
@@ -148,6 +148,7 @@
       else if (found.state === "done" && method === "GET") {
         want(OF_MACHINE, 0);
         VF.askEstimate?.();
+        VF.askPresets?.();
       }
     };
     root.querySelector("[name=count]").disabled = true; // this machine has the cards it has

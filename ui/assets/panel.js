@@ -207,6 +207,7 @@
       const button = event.target.closest("[data-goal]");
       if (button) trigger("submit", { goal: button.dataset.goal });
     });
+    VF.askPresets = ask;
     watch("value", ask);
     ask();
   };
