@@ -238,13 +238,14 @@ class _Writer:
         behind the dropout; adapters of the input's own format share it."""
         formats, width, rank = self.formats, linear.inputs, self.formats.rank
         compute = formats.compute if formats.autocast else max(formats.compute, formats.adapter)
-        fed = value
+        fed, held = value, [value]  # what the linear was given, and its cast, are variables until it returns
         if formats.kernels.adapter == "fused":  # one kernel for the projections of an input: it and a dropped copy each
             fed = self.tape.operation("dropout", (value,), float(formats.compute * width), saves=(value,))
         else:
             inner = max(formats.compute, formats.adapter)
             if inner * width > fed.size:
                 fed = self.tape.operation("to fp32", (fed,), float(inner * width))
+                held.append(fed)
             fed = self.dropout(fed, width, float(inner))
             if fed.size > compute * width:
                 fed = self.tape.operation("to 16 bits", (fed,), float(compute * width))
@@ -256,7 +257,7 @@ class _Writer:
             result = self.tape.operation("mul", (result,), result.size, saves=(result,), trained=linear.outputs)
             high = self.tape.operation("mul", (high,), out, saves=(high,), trained=linear.outputs)
         scaled = self.tape.operation("scale", (high,), out)
-        total = self.tape.operation("add", (result, scaled), out, passes=out == result.size)
+        total = self.tape.operation("add", (result, scaled), out, passes=out == result.size, holds=held)
         return total if out == result.size else self.tape.operation("to 16 bits", (total,), result.size)
 
     def dropout(self, value: Value, width: int, size: float) -> Value:

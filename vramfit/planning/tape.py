@@ -30,7 +30,8 @@ class Operation:
     """One operation. `saves` are storages kept for its backward; the temporaries live only while it runs.
 
     `passes` is True when its inputs' gradients are its output's gradient itself (an addition, a view). `weights` are
-    the numbers of the matrix it multiplies with, `trained` those of its parameters that get a gradient.
+    the numbers of the matrix it multiplies with, `trained` those of its parameters that get a gradient. `holds` are
+    values that variables of the program keep alive until it is done.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Operation:
     weights: int = 0
     unpacks: int = 0
     trained: int = 0
+    holds: tuple[Value, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ class Tape:
         backward_temporary: float = 0.0,
         passes: bool = False,
         view: bool = False,
+        holds: Sequence[Value] = (),
     ) -> Value:
         """Append an operation and return its output of `size` bytes per token.
 
@@ -165,6 +168,7 @@ class Tape:
                 weights=weights,
                 unpacks=weights if unpacks is None else unpacks,
                 trained=trained,
+                holds=tuple(holds),
             )
         )
         return output
@@ -199,7 +203,9 @@ class Tape:
         """What the operations of forward make and free. At the end the output is there, and with `keeps` what is
         saved; the input is never theirs."""
         last_use = {
-            value.storage: index for index, operation in enumerate(self.operations) for value in operation.inputs
+            value.storage: index
+            for index, operation in enumerate(self.operations)
+            for value in (*operation.inputs, *operation.holds)
         }
         last_use[self.end] = len(self.operations)
         saved, passing = {self._start}, set[int]()
