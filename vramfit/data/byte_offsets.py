@@ -56,7 +56,8 @@ class ByteOffsets:
         return cls(spelled, sizes, trims=trims, composes=bool(forms))
 
     def find(self, ids: NDArray[np.int32], text: str) -> NDArray[np.int64] | None:
-        """[start, end) of each token of `text`; None where the tokens do not spell the text.
+        """[start, end) of each token of `text`, [n, 2], or only the ends, [n], where each begins where the one before
+        it ends; None where the tokens do not spell the text.
 
         Tokens that swallow white space around them and text that is rewritten leave a sum that is too small.
         """
@@ -67,15 +68,10 @@ class ByteOffsets:
         ends = np.cumsum(self._size[ids])
         if len(ids) and ends[-1] != (len(text) if text.isascii() else len(text.encode())):
             return None
-        offsets = np.empty((len(ids), 2), dtype=np.int64)
-        offsets[1:, 0] = ends[:-1]
-        offsets[:1, 0] = 0
-        offsets[:, 1] = ends
-        if self._trims:
-            starts = np.minimum(offsets[:, 0] + self._leading[ids], ends)
-            offsets[:, 1] = np.maximum(ends - self._trailing[ids], starts)
-            offsets[:, 0] = starts
-        return offsets
+        if not self._trims:
+            return ends
+        starts = np.minimum(np.concatenate([[0], ends[:-1]]) + self._leading[ids], ends)
+        return np.stack([starts, np.maximum(ends - self._trailing[ids], starts)], axis=1)
 
 
 def byte_spans(text: str, spans: Spans) -> Spans:

@@ -263,13 +263,20 @@ def _marked(ids: IntArray, offsets: NDArray[np.int64], item: Rendered, spans: Sp
 
 
 def tokens_in_spans(offsets: NDArray[np.int64], spans: Spans) -> BoolArray:
-    """Which tokens hold at least one character of a span. `offsets` [n, 2] are character [start, end) per token.
+    """Which tokens hold at least one character of a span. `offsets` [n, 2] are [start, end) per token, or only the ends
+    [n] where each token begins where the one before it ends.
 
     Some tokenizers trim white space off the offsets, which leaves a token of white space with no width; it then covers
     what lies between the token before it and itself, so that a line end of the prompt is never taken for the answer's.
     """
     trained = np.zeros(len(offsets), dtype=np.bool_)
     if not len(offsets) or not spans:
+        return trained
+    if offsets.ndim == 1:
+        edges = offsets.searchsorted([edge for first, last in spans for edge in (first + 1, last)]).tolist()
+        for (first, last), begin, end in zip(spans, edges[::2], edges[1::2], strict=True):
+            if first < last:
+                trained[begin : end + 1] = True
         return trained
     start, end = offsets[:, 0], offsets[:, 1]
     empty = end <= start

@@ -145,7 +145,7 @@ class Template:
             span = yield from self._span(index, messages, tools, whole.text, lengths)
             spans.append(span)
         if changed:
-            self.changes.update(changed)
+            self.changes.update(sorted(changed))  # a set has another order in every process
         weights = tuple(turns[index].weight for index in answers)
         return Rendered(
             whole.text,
