@@ -234,8 +234,8 @@ def _chars(content: Content) -> int:
 
 @contextmanager
 def _objects_left_alone() -> Iterator[None]:
-    """Python's collector looks through all objects again and again while rows are made. Those of the imported libraries,
-    some 220,000, cost a tenth of the whole time and are never free."""
+    """Python's collector looks through all objects again and again while rows are made. The imported libraries' 220,000
+    cost a tenth of the whole time and are never free."""
     if gc.get_freeze_count():  # someone else's
         yield
         return
