@@ -237,7 +237,7 @@ def page_html(previewer: Previewer, texts: Texts) -> str:
         + _control(texts, "model", _model_input())
         + _control(texts, "method", _select("method", [(m, texts.value("method", m)) for m in METHODS], "lora"))
         + "</div>"
-        + f'<div class="vf-grid">{_part("lengths", texts)}{_part("cards", texts)}</div>'
+        + f'<div class="vf-two">{_part("lengths", texts)}{_part("cards", texts)}</div>'
         + _part("cost", texts, before=_cost_controls(texts))
         + "</div>"
     )
