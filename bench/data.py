@@ -162,7 +162,7 @@ def reads(path: Path, model: str, cache: Path) -> tuple[Callable[[], int], str]:
 def prepares(path: Path, model: str, cache: Path) -> tuple[Callable[[], int], str]:
     """What a run does: two passes, template, token ids, mask, and the result on disk."""
     from vramfit.data.prepare import prepare
-    from vramfit.models.load import load_tokenizer
+    from vramfit.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(ModelChoice(source=model), cache)
     choice = DataChoice(paths=(str(path),), eval_share=0.0)
@@ -179,7 +179,7 @@ def maps(path: Path, model: str, cache: Path, processes: int | None = None) -> t
     import datasets
 
     from vramfit.data.conversations import Encoder
-    from vramfit.models.load import load_tokenizer
+    from vramfit.models.tokenizer import load_tokenizer
 
     datasets.disable_progress_bars()
     datasets.disable_caching()  # or the second measurement finds the first one's result

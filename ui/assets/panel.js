@@ -290,7 +290,7 @@
       }
       VF.markAgain?.();
       clearTimeout(again);
-      again = setTimeout(askAgain, 300);
+      again = setTimeout(askAgain, 120);
     };
     watch("value", after);
     after();

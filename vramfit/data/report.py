@@ -153,7 +153,7 @@ def data_report(choice: DataChoice, *, model: ModelChoice | None, cache: Path, s
     """`report_json` for a model by name: its tokenizer is loaded when one is given. Raises DataError, ModelError."""
     tokenizer = None
     if model is not None:
-        from vramfit.models.load import load_tokenizer
+        from vramfit.models.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(model, cache)
     limit = None if choice.max_length == "auto" else choice.max_length

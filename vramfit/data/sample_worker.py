@@ -64,7 +64,7 @@ class Worker:
     def _tokenizer(self, key: str, config: RunConfig) -> Any:
         if key in self._tokenizers:
             return self._tokenizers[key]
-        from vramfit.models.load import load_tokenizer
+        from vramfit.models.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(config.model, self._cache)
         if tokenizer.chat_template:  # an encoder gives one to those without, and is to say so each time
@@ -85,6 +85,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cache", type=Path, required=True)
     worker = Worker(parser.parse_args().cache)
+    # transformers imports torch where it finds it, which takes longer than all the rest; tokenizers need none.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # so it need not tell that it found none
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     if hasattr(os, "nice"):
         os.nice(10)  # the panel reads the whole data set meanwhile, and a run may be at work
     replies, sys.stdout = sys.stdout.buffer, sys.stderr  # what a library prints is no reply

@@ -103,7 +103,7 @@ def _write_model(model: Any, config: RunConfig, folder: Path) -> None:
 
 def _base_name(config: RunConfig) -> str:
     """What peft will load the base from: an absolute folder, or the hub id."""
-    from vramfit.models.load import local_folder
+    from vramfit.models.tokenizer import local_folder
 
     if config.model.source == STARTER_MODEL:
         raise ModelError("The starter has no folder an adapter could name", "Set the export to merged.")

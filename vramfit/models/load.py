@@ -1,4 +1,4 @@
-"""From a RunConfig's choice of model to a module on the device, ready to train; and its tokenizer.
+"""From a RunConfig's choice of model to a module on the device, ready to train.
 
 `transformers` does the loading: safetensors only, never a model's own code, and a local folder never touches the
 network. What is imported here is imported when needed: a first run waits for it.
@@ -18,30 +18,10 @@ from vramfit.errors import ModelError
 from vramfit.models.architecture import Architecture
 from vramfit.models.catalogue import architecture_of, may_be_hub_id
 from vramfit.models.files import check_folder, read_config
-from vramfit.places import is_file, is_folder, typed_path
+from vramfit.models.tokenizer import cannot_load, load_options, local_folder
 from vramfit.planning.plan import Plan
 
 _ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2"}
-_TOKENIZER_FILES = "tokenizer.json and tokenizer_config.json"
-
-
-def load_tokenizer(model: ModelChoice, cache: Path) -> Any:
-    """The tokenizer of `model`; the starter's is made in `cache` at first use. Raises ModelError."""
-    if model.source == STARTER_MODEL:
-        from transformers import PreTrainedTokenizerFast
-
-        from vramfit.starter.tokenizer import tokenizer_folder
-
-        return PreTrainedTokenizerFast.from_pretrained(tokenizer_folder(cache))
-    from transformers import AutoTokenizer
-
-    folder = local_folder(model)
-    if folder is not None:
-        read_config(folder)  # says more clearly than the tokenizer what is wrong with a folder
-    try:
-        return AutoTokenizer.from_pretrained(folder or model.source, **_where(model, folder))
-    except Exception as error:
-        raise _cannot_load(model, folder, error, part=f"tokenizer ({_TOKENIZER_FILES})") from error
 
 
 def load_model(config: RunConfig, plan: Plan, *, cache: Path) -> nn.Module:
@@ -120,24 +100,10 @@ def read_architecture(model: ModelChoice) -> Architecture:
     from transformers import AutoConfig
 
     try:
-        values = AutoConfig.from_pretrained(model.source, **_where(model, None)).to_dict()
+        values = AutoConfig.from_pretrained(model.source, **load_options(model, None)).to_dict()
     except Exception as error:
-        raise _cannot_load(model, None, error, part="config.json") from error
+        raise cannot_load(model, None, error, part="config.json") from error
     return from_config(values, model.source)
-
-
-def local_folder(model: ModelChoice) -> Path | None:
-    """The folder a choice of model means; None when it must be a hub id."""
-    path = typed_path(model.source)
-    if is_folder(path) or is_file(path) or not may_be_hub_id(model.source):
-        return path.absolute()
-    return None
-
-
-def _where(model: ModelChoice, folder: Path | None) -> dict[str, Any]:
-    if folder is not None:
-        return {"local_files_only": True, "trust_remote_code": False}
-    return {"revision": model.revision, "trust_remote_code": False}
 
 
 def _untrained(model: ModelChoice, plan: Plan) -> nn.Module:
@@ -148,10 +114,10 @@ def _untrained(model: ModelChoice, plan: Plan) -> nn.Module:
     if folder is not None:
         read_config(folder)
     try:
-        shape = AutoConfig.from_pretrained(folder or model.source, **_where(model, folder))
+        shape = AutoConfig.from_pretrained(folder or model.source, **load_options(model, folder))
         built: nn.Module = AutoModelForCausalLM.from_config(shape, dtype=_weight_dtype(plan), trust_remote_code=False)
     except Exception as error:
-        raise _cannot_load(model, folder, error, part="config.json") from error
+        raise cannot_load(model, folder, error, part="config.json") from error
     return built
 
 
@@ -167,7 +133,7 @@ def _trained(model: ModelChoice, plan: Plan) -> nn.Module:
         "use_safetensors": True,
         "attn_implementation": _ATTENTION[plan.attention],
         "output_loading_info": True,
-        **_where(model, folder),
+        **load_options(model, folder),
     }
     if plan.weight_format == "nf4":
         options |= {"quantization_config": _nf4(plan), "device_map": {"": plan.device}}
@@ -176,7 +142,7 @@ def _trained(model: ModelChoice, plan: Plan) -> nn.Module:
     try:
         loaded, report = AutoModelForCausalLM.from_pretrained(folder or model.source, **options)
     except Exception as error:
-        raise _cannot_load(model, folder, error, part="weights") from error
+        raise cannot_load(model, folder, error, part="weights") from error
     missing = sorted(report["missing_keys"])
     if missing:  # transformers only warns, and fills them with random numbers
         raise ModelError(
@@ -205,20 +171,6 @@ def _nf4(plan: Plan) -> Any:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=DTYPES[plan.compute],
     )
-
-
-def _cannot_load(model: ModelChoice, folder: Path | None, error: Exception, *, part: str) -> ModelError:
-    """transformers raises everything from OSError to KeyError: keep its first line, say what to do."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reason = f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
-    if "ignore_mismatched_sizes" in str(error):  # its advice is for programmers; the log has the list above it
-        reason = "the shapes of its tensors are not those that config.json describes"
-    if folder is None:
-        return ModelError(
-            f"The {part} of {model.source!r} cannot be fetched from the hub ({reason})",
-            "Check the id, the network and whether the model needs an account; or give a folder on this machine.",
-        )
-    return ModelError(f"The {part} of {folder} cannot be loaded ({reason})", "Download the model again, completely.")
 
 
 def quiet_transformers() -> None:

@@ -25,7 +25,8 @@ from vramfit.errors import CheckpointError, ModelError, UserError
 from vramfit.hardware.devices import Machine, probe
 from vramfit.models.export import export_run
 from vramfit.models.generate import generate
-from vramfit.models.load import check_weights, load_model, load_tokenizer, read_architecture
+from vramfit.models.load import check_weights, load_model, read_architecture
+from vramfit.models.tokenizer import load_tokenizer
 from vramfit.planning.plan import Forecast, Plan
 from vramfit.planning.planner import forecast_run
 from vramfit.planning.start import length_limit

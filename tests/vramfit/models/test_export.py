@@ -9,7 +9,8 @@ import torch
 from vramfit.config import ModelChoice
 from vramfit.errors import OutOfDisk
 from vramfit.models.export import export_kind, export_run
-from vramfit.models.load import load_model, load_tokenizer
+from vramfit.models.load import load_model
+from vramfit.models.tokenizer import load_tokenizer
 
 TOKENS = torch.tensor([[5, 9, 33, 120, 7]])
 Usage = namedtuple("Usage", "total used free")

@@ -5,7 +5,8 @@ import torch
 
 from vramfit.errors import ModelError
 from vramfit.models.generate import generate, prompt_tokens
-from vramfit.models.load import load_model, load_tokenizer
+from vramfit.models.load import load_model
+from vramfit.models.tokenizer import load_tokenizer
 
 
 @pytest.fixture

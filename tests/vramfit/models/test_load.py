@@ -10,7 +10,8 @@ import torch
 
 from vramfit.config import ModelChoice, RunConfig
 from vramfit.errors import ModelError
-from vramfit.models.load import load_model, load_tokenizer, local_folder, read_architecture
+from vramfit.models.load import load_model, read_architecture
+from vramfit.models.tokenizer import load_tokenizer, local_folder
 
 TOKENS = torch.tensor([[5, 9, 33, 120, 7]])
 
