@@ -12,7 +12,6 @@ what was measured. Rows of an unknown metric or of quality C are predicted, and 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 import re
@@ -27,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from accuracy_page import write_page
-from reference_rows import Row, Run, Unusable, run_of
+from reference_rows import Row, Run, Unusable, decimal, is_set, measured, read_rows, run_of
 from reference_speed import compare_speed, speed_summary
 
 from vramfit.hardware import catalogue as cards
@@ -36,6 +35,7 @@ from vramfit.planning.memory import estimate_memory
 from vramfit.units import GIB
 
 DOCS: Final = Path(__file__).parent.parent / "docs"
+_METRICS: Final = ("allocated", "reserved", "nvidia-smi")
 _VISIBLE: Final = 0.985
 """What of a card's memory as sold a program can see: 79.15 of 80, 39.39 of 40, 23.64 of 24 GiB."""
 
@@ -80,17 +80,28 @@ def _cap(run: Run) -> CapOfRun:
 
 
 def card_gib(row: Row) -> float | None:
-    """Memory of the row's card as a program sees it; None when its name does not tell, or what was measured is more."""
-    name = row["gpu_model"]
+    """Memory of the row's card as a program sees it; None when its name does not tell, or what was measured is more.
+    Raises Unusable."""
+    found = _named_gib(row["gpu_model"])
+    return found if found and found >= measured(row, "peak_gib") else None
+
+
+def _named_gib(name: str) -> float | None:
     stated = re.search(r"\(([\d.]+) ?G[Bi]", name) or re.search(r"(\d+) ?GB?\b", name)
+    if stated and decimal(stated[1]) > 0:
+        return float(stated[1]) * (1.0 if "(" in name else _VISIBLE)
     card = cards.find(name)
-    if stated:
-        found = float(stated[1]) * (1.0 if "(" in name else _VISIBLE)
-    elif card:
-        found = card.memory_gib * _VISIBLE
-    else:
-        return None
-    return found if found >= float(row["peak_gib"]) else None
+    return card.memory_gib * _VISIBLE if card else None
+
+
+def _failed_gib(row: Row) -> float:
+    """Memory of the card that a run failed on. Raises Unusable."""
+    if row["card_gib"]:
+        return measured(row, "card_gib")
+    found = _named_gib(row["gpu_model"])
+    if found is None:
+        raise Unusable("neither card_gib nor the card's name tells its memory")
+    return found
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -117,12 +128,12 @@ class Compared:
     @property
     def judged(self) -> bool:
         """Whether it counts: good quality, exact lengths, a known metric."""
-        return self.quality in ("A", "B") and not self.capped and self.metric != "unknown"
+        return self.quality in ("A", "B") and not self.capped and self.metric in _METRICS
 
 
 def compare(row: Row) -> Compared:
     """Predicted against measured. Raises Unusable."""
-    found, measured = predict_memory(row), float(row["peak_gib"])
+    found, peak = predict_memory(row), measured(row, "peak_gib")
     return Compared(
         id=row["id"],
         source=row["source_url"],
@@ -131,13 +142,19 @@ def compare(row: Row) -> Compared:
         recompute=row["grad_ckpt"],
         metric=row["metric"],
         quality=row["quality"],
-        capped=row["seq_len_is_cap"] == "1",
-        weight=float(row["dedup_weight"] or 1),
-        measured_gib=measured,
+        capped=is_set(row["seq_len_is_cap"]),
+        weight=weight(row),
+        measured_gib=peak,
         predicted_gib=found.figure_gib,
-        error=found.figure_gib / measured - 1,
+        error=found.figure_gib / peak - 1,
         phase=found.phase,
     )
+
+
+def weight(row: Row) -> float:
+    """How much a measurement counts that has copies; 1 where the column does not tell."""
+    found = decimal(row["dedup_weight"])
+    return found if found > 0 else 1.0
 
 
 def quantile(pairs: Iterable[tuple[float, float]], share: float) -> float | None:
@@ -185,7 +202,7 @@ def report(rows: list[Row], failed: list[Row]) -> tuple[dict[str, Any], list[Com
         try:
             if row["tokens_per_s"] and row["quality"] in ("A", "B"):
                 speeds.append(compare_speed(row))
-        except Unusable:  # no such card in the catalogue: there is no rate to predict with
+        except Unusable:  # no such card in the catalogue, so no rate to predict with; or no number was measured
             continue
     judged = [row for row in compared if row.judged]
     found = {
@@ -208,10 +225,10 @@ def failures(rows: Iterable[Row], skipped: list[dict[str, str]]) -> dict[str, in
     """Of the runs that likely ran out of memory, how many are predicted not to fit."""
     n = caught = 0
     for row in rows:
-        if row["likely_oom"] != "1":
+        if not is_set(row["likely_oom"]):
             continue
         try:
-            caught += not completes(row, float(row["card_gib"]))
+            caught += not completes(row, _failed_gib(row))
             n += 1
         except Unusable as reason:
             skipped.append({"id": row["id"], "reason": str(reason)})
@@ -222,10 +239,10 @@ def alarms(rows: Iterable[Row]) -> dict[str, int]:
     """Of the runs that completed on a card of known size, how many are predicted not to."""
     n = false = 0
     for row in rows:
-        if row["quality"] not in ("A", "B") or row["seq_len_is_cap"] == "1":
+        if row["quality"] not in ("A", "B") or is_set(row["seq_len_is_cap"]):
             continue
-        size = card_gib(row)
         try:
+            size = card_gib(row)
             if size is not None:
                 false += not completes(row, size)
                 n += 1
@@ -235,10 +252,7 @@ def alarms(rows: Iterable[Row]) -> dict[str, int]:
 
 
 def read(path: Path | None) -> list[Row]:
-    if path is None:
-        return []
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    return [] if path is None else read_rows(path)
 
 
 def print_rows(rows: Iterable[Compared]) -> None:

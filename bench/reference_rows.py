@@ -6,9 +6,12 @@ fall to the closest that is known, and a program nobody wrote a record for to th
 
 from __future__ import annotations
 
+import csv
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 from vramfit.models import catalogue, families
@@ -17,6 +20,51 @@ from vramfit.planning.plan import Plan, ShardingKind, Workload
 from vramfit.planning.program import PROGRAMS, Program
 
 Row = Mapping[str, str]
+
+
+_COLUMNS: Final = (
+    "id",
+    "model_id",
+    "method",
+    "lora_rank",
+    "lora_targets",
+    "weight_dtype",
+    "compute_dtype",
+    "optimizer",
+    "micro_batch",
+    "seq_len",
+    "seq_len_is_cap",
+    "grad_ckpt",
+    "attention",
+    "loss_impl",
+    "compile",
+    "offload",
+    "gpus",
+    "sharding",
+    "gpu_model",
+    "peak_gib",
+    "metric",
+    "tokens_per_s",
+    "program",
+    "quality",
+    "dedup_weight",
+    "source_url",
+    "notes",
+    "card_gib",
+    "likely_oom",
+)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a csv file. Columns it lacks, and fields of rows that are too short, are blank."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        return [complete(row) for row in csv.DictReader(file)]
+
+
+def complete(row: Mapping[Any, Any]) -> Row:
+    """`row` with every column that is asked for, without space around its values."""
+    given = {name: value.strip() for name, value in row.items() if isinstance(name, str) and value is not None}
+    return {**dict.fromkeys(_COLUMNS, ""), **given}
 
 
 class Unusable(Exception):
@@ -35,9 +83,9 @@ class Run:
 
 def run_of(row: Row) -> Run:
     """Raises Unusable: the catalogue lacks the model, or the row has no length or micro-batch."""
-    architecture = catalogue.find(row["model_id"])
+    architecture = _model(row["model_id"])
     if architecture is None:
-        raise Unusable(f"the catalogue has no {row['model_id']}")
+        raise Unusable(f"the catalogue has no {row['model_id'] or 'model without a name'}")
     if architecture.experts:  # the libraries of these runs had a module for each
         architecture = replace(architecture, experts=replace(architecture.experts, modules=True))
     program = program_of(row)
@@ -50,6 +98,22 @@ def run_of(row: Row) -> Run:
     mean = plan.max_length * (0.1 if "longest sample" in row["notes"] else 1.0)
     workload = Workload(sequences=1000, mean_tokens=mean, longest_tokens=plan.max_length, exact=True)
     return Run(architecture=architecture, plan=plan, workload=workload, program=program)
+
+
+_VARIANT: Final = re.compile(r"-(instruct|chat|it|hf|base|bnb|[48]bit|int4|gptq|awq|v\d+(\.\d+)?|unsloth)$")
+
+
+def _model(name: str) -> Architecture | None:
+    """The model of that name, or the one that `name` is a tuned or quantised variant of: it has the same shapes."""
+    while name:
+        tail = name.rpartition("/")[2]
+        if found := catalogue.find(name) or catalogue.find(tail) or catalogue.find(f"meta-{tail}"):
+            return found
+        shorter = _VARIANT.sub("", name.lower())
+        if shorter == name.lower():
+            return None
+        name = shorter
+    return None
 
 
 # --- programs --------------------------------------------------------------------------------------------------------
@@ -132,7 +196,7 @@ def _bucket_bytes(program: Program, row: Row) -> float:
     """Two 16-bit buckets to reduce gradients; ZeRO-3 one to prefetch, and its live parameters."""
     if program.name == "colossalchat":
         return 2 * 2 * _COLOSSAL_BUCKET
-    architecture = catalogue.find(row["model_id"])
+    architecture = _model(row["model_id"])
     size = architecture.params if architecture else _ZERO3_LIVE
     if _is_adapter(row):
         return 0.0
@@ -303,9 +367,33 @@ def _one_of(value: str, known: tuple[str, ...], otherwise: str) -> str:
     return value if value in known else otherwise
 
 
+_MOST: Final = 10**8
+"""No length, micro-batch, rank or number of cards is larger."""
+
+
 def _number(text: str) -> int:
-    """A whole number, 0 when there is none."""
+    """A whole number above 0, 0 when there is none."""
+    found = decimal(text)
+    return int(found) if 0 < found <= _MOST else 0
+
+
+def decimal(text: str) -> float:
+    """A finite number, NaN when `text` is none."""
     try:
-        return int(float(text))
+        found = float(text)
     except ValueError:
-        return 0
+        return math.nan
+    return found if math.isfinite(found) else math.nan
+
+
+def measured(row: Row, column: str) -> float:
+    """What a column says was measured. Raises Unusable when that is no number above 0."""
+    found = decimal(row[column])
+    if not found > 0:
+        raise Unusable(f"{column} is {row[column]!r}, no number above 0")
+    return found
+
+
+def is_set(text: str) -> bool:
+    """Whether a column of 0 and 1 says yes."""
+    return text.lower() in ("1", "1.0", "true", "yes")

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from reference_rows import Row, Unusable, run_of
+from reference_rows import Row, Unusable, measured, run_of
 
 from vramfit.hardware import catalogue as cards
 from vramfit.hardware.devices import Device, power_share
@@ -59,7 +59,6 @@ class Speed:
     method: str
     card: str
     quality: str
-    weight: float
     measured: float
     predicted: float
     bound: str
@@ -80,8 +79,7 @@ def compare_speed(row: Row) -> Speed:
         method=row["method"],
         card=row["gpu_model"],
         quality=row["quality"],
-        weight=float(row["dedup_weight"] or 1),
-        measured=float(row["tokens_per_s"]),
+        measured=measured(row, "tokens_per_s"),
         predicted=found.tokens_per_s,
         bound=found.bound_by,
         mfu=found.mfu,

@@ -12,6 +12,7 @@ from typing import Any
 import estimator_accuracy as bench
 import pytest
 from accuracy_page import scatter, write_page
+from reference_rows import complete
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT.parent / "shared" / "data" / "reference"
@@ -128,6 +129,50 @@ def test_a_card_s_memory_from_its_name(name: str, gib: float | None) -> None:
 
 def test_a_card_smaller_than_what_was_measured_on_it_is_not_that_card() -> None:
     assert bench.card_gib({**USUAL, "gpu_model": "RTX 4090", "peak_gib": "30"}) is None
+
+
+@pytest.mark.parametrize("value", ["", "0", "-1", "nan", "inf", "1e999", "unknown"])
+@pytest.mark.parametrize(
+    "column", ["peak_gib", "tokens_per_s", "dedup_weight", "gpus", "gpu_model", "metric", "quality"]
+)
+def test_an_odd_value_is_a_reason_and_no_end(column: str, value: str) -> None:
+    odd = complete({**USUAL, "id": "odd", column: value})
+    found, _ = bench.report([odd, complete({**USUAL, "id": "good"})], [])
+
+    assert [row["id"] for row in found["skipped"]] == (["odd"] if column == "peak_gib" else [])
+    assert found["rows"][-1]["id"] == "good"
+    assert found["allocated_A"]["n"] == (1 if column in ("peak_gib", "metric", "quality") else 2)
+    assert found["speed"]["n"] == 0
+
+
+def test_a_metric_nobody_knows_is_judged_nowhere() -> None:
+    assert not compared(metric="rss").judged
+    assert not compared(metric="").judged
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"card_gib": "24"}, {"n": 1, "caught": 1}),
+        ({"gpu_model": "RTX 4090"}, {"n": 1, "caught": 1}),
+        ({"gpu_model": "nobody's card"}, {"n": 0, "caught": 0}),
+        ({"card_gib": "none", "gpu_model": "RTX 4090"}, {"n": 0, "caught": 0}),
+    ],
+)
+def test_a_run_that_failed_is_held_against_its_card(changes: dict[str, str], expected: dict[str, int]) -> None:
+    failed = {**USUAL, "id": "f", "model_id": "meta-llama/Llama-3.1-70B", "likely_oom": "1", "gpu_model": "", **changes}
+    skipped: list[dict[str, str]] = []
+
+    assert bench.failures([complete(failed)], skipped) == expected
+    assert [row["id"] for row in skipped] == ["f"] * (1 - expected["n"])
+
+
+def test_no_rows_give_a_page_that_says_so(tmp_path: Path) -> None:
+    found, rows_found = bench.report([], [])
+    write_page(tmp_path, found, rows_found)
+
+    assert found["all_AB"] == {"n": 0, "median": None, "p90": None}
+    assert "| allocated, quality A | 0 |" in (tmp_path / "accuracy.md").read_text(encoding="utf-8")
 
 
 def test_copies_of_a_measurement_count_once() -> None:

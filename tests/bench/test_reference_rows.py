@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
-from reference_rows import Unusable, plan_of, program_of, run_of
+from reference_rows import Unusable, plan_of, program_of, read_rows, run_of
 
 from vramfit.models import catalogue
 from vramfit.planning.memory import estimate_memory
@@ -140,7 +141,18 @@ def test_litgpt_gives_a_tied_model_a_head_of_its_own() -> None:
     assert not run.architecture.tied_embeddings
 
 
-@pytest.mark.parametrize("changes", [{"model_id": "nobody/nothing"}, {"seq_len": ""}, {"micro_batch": "unknown"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_id": "nobody/nothing"},
+        {"model_id": ""},
+        {"seq_len": ""},
+        {"seq_len": "-1"},
+        {"seq_len": "1e999"},
+        {"micro_batch": "unknown"},
+        {"micro_batch": "999999999999"},
+    ],
+)
 def test_what_cannot_be_compared_says_why(changes: dict[str, str]) -> None:
     with pytest.raises(Unusable):
         run_of(row(**changes))
@@ -153,3 +165,32 @@ def test_odd_values_never_stop_it(seed: int) -> None:
     run = run_of(row(model_id=draw.choice(catalogue.known()), **values))
 
     assert estimate_memory(run.architecture, run.plan, run.workload, program=run.program).peak_bytes > 0
+
+
+@pytest.mark.parametrize("rank", ["-1", "inf", "nan", "1e30", "unknown", ""])
+def test_a_rank_that_is_no_number_is_the_usual_one(rank: str) -> None:
+    run = run_of(row(method="lora", lora_rank=rank))
+
+    assert run.plan.lora_rank == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "meta-llama/Meta-Llama-3-8B"),
+        ("unsloth/llama-3-8b-bnb-4bit", "meta-llama/Meta-Llama-3-8B"),
+        ("google/gemma-2-9b-it", "google/gemma-2-9b"),
+        ("TheBloke/Mistral-7B-v0.1-GPTQ", "mistralai/Mistral-7B-v0.1"),
+    ],
+)
+def test_a_variant_has_the_shapes_of_its_model(name: str, model: str) -> None:
+    assert run_of(row(model_id=name)).architecture.name == model
+
+
+def test_rows_are_read_with_their_blank_missing_and_surplus_fields(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("id,method,seq_len,what\n a , lora\nb,full,512,x,y,z\n", encoding="utf-8-sig")
+    first, second = read_rows(path)
+
+    assert (first["id"], first["method"], first["seq_len"], first["peak_gib"]) == ("a", "lora", "", "")
+    assert (second["id"], second["seq_len"], second["notes"]) == ("b", "512", "")
