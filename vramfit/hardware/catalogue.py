@@ -14,7 +14,7 @@ from vramfit.units import GIB
 
 _FILE = Path(__file__).with_name("cards.json")
 _VENDOR_WORDS = frozenset({"nvidia", "geforce", "amd", "radeon", "intel", "graphics", "gpu", "rtx", "arc", "rx"})
-_CONTEXT_BYTES = 0.35 * GIB
+IDLE_BYTES = int(0.35 * GIB)
 """What a card of the shop loses before any program starts: firmware and the driver's own tables."""
 
 ASSUMED_RAM_GIB = 64
@@ -113,7 +113,7 @@ def _device(card: Card, index: int) -> Device:
         torch_device=f"{torch_kind}:{index}",
         identity=f"catalogue:{card.name}:{index}",
         memory_bytes=card.memory_bytes,
-        free_bytes=int(card.memory_bytes - _CONTEXT_BYTES),
+        free_bytes=card.memory_bytes - IDLE_BYTES,
         bf16=card.bf16,
         fp16=True,
         fp8=card.fp8,

@@ -374,7 +374,7 @@ def _refuse_untrainable(values: Mapping[str, Any], name: str) -> None:
 
 
 def _unknown_family(model_type: object, name: str) -> ModelError:
-    if model_type is None:
+    if not isinstance(model_type, str):
         return ModelError(
             f"config.json of {name} does not say its model_type", "Give a folder in Hugging Face format of a decoder."
         )
@@ -404,7 +404,7 @@ class _Reader:
         fields: dict[str, Any] = {
             "kv_heads": self.number("kv_heads", default=heads),
             "head_dim": self._head_dim(hidden, heads),
-            "mlp_width": self.number("mlp_width", default=4 * hidden) if "mlp_width" not in special else 0,
+            "mlp_width": 0 if "mlp_width" in special else self._mlp_width(hidden),
             "activation": str(self.values.get(self.key("activation")) or self.family.activation),
             "tied_embeddings": self.tied(),
             "sliding_window": self._sliding_window(),
@@ -464,6 +464,10 @@ class _Reader:
         if not isinstance(value, (bool, int)):
             raise self.wrong(key, f"is {value!r}, not true or false")
         return bool(value)
+
+    def _mlp_width(self, hidden: int) -> int:
+        """Only in some families does a missing width mean something, and then this; in Llama's it is a broken file."""
+        return self.number("mlp_width", default=4 * hidden if self.family_name in families.FOUR_TIMES_WIDE else None)
 
     def tied(self) -> bool:
         return self.switch("tie_word_embeddings", self.family.tied)

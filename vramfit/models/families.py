@@ -314,6 +314,9 @@ OWN_CODE_NAMES: Final[Mapping[str, Family]] = {
 }
 """Module names of those, for the catalogue's estimates."""
 
+FOUR_TIMES_WIDE: Final = frozenset({"gpt2", "gpt_bigcode", "gptj", "gpt_neo", "bloom", "falcon", "mpt"})
+"""Families whose feed-forward is 4 times as wide as the model where the config does not say how wide."""
+
 EAGER_ONLY: Final = frozenset({"gemma2", "gpt_oss", "gpt_neo", "mpt", "bloom"})
 """Families whose attention does more than a fused kernel can (capped scores, sinks, ALiBi in their own code):
 `transformers` refuses them SDPA, so their scores are made in memory."""

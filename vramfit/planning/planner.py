@@ -31,11 +31,12 @@ def forecast_run(
     """The fastest plan that fits, what it needs and how long it takes.
 
     Raises ConfigError (a wish this device or model cannot honour), HardwareError (no such device), DataError (0
-    sequences), WontFit (with the number that breaks, in device memory, RAM or disk, and changes that would help, each
-    checked).
+    sequences or tokens), WontFit (with the number that breaks, in device memory, RAM or disk, and changes that would
+    help, each checked).
     """
-    if workload.sequences < 1:
-        raise DataError("There are 0 sequences to train on", "Give data with at least one row that can be used.")
+    if workload.sequences < 1 or workload.longest_tokens < 1 or not workload.mean_tokens > 0:
+        what = f"{max(0, workload.sequences)} sequences" if workload.sequences < 1 else "0 tokens"
+        raise DataError(f"There are {what} to train on", "Give data with at least one row that can be used.")
     search = Search.of(config, architecture, machine, workload, abilities=abilities)
     found = search.best()
     if found is None:

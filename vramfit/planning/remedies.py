@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from vramfit.config import RunConfig
 from vramfit.errors import ConfigError, HardwareError, WontFit
-from vramfit.hardware.catalogue import cards, machine_with
+from vramfit.hardware.catalogue import IDLE_BYTES, cards, machine_with
+from vramfit.hardware.devices import Device
 from vramfit.models.architecture import Architecture
 from vramfit.planning.abilities import missing
 from vramfit.planning.memory import estimate_memory
@@ -20,8 +21,28 @@ _SUGGESTED = 3
 
 def helpful(search: Search) -> list[str]:
     """The three nearest changes that would make it fit, as sentences with their need, and a device that would do."""
+    here = list(_room_here(search))
     found = [sentence for _, sentence in zip(range(_SUGGESTED), _helpful(search), strict=False)]
-    return [*found, *_other_places(search)]
+    return [*here, *found, *_designed(search), *([] if here else [_other_device(search)])]
+
+
+def _room_here(search: Search) -> Iterator[str]:
+    """What this machine has, were it not held by other programs, and its other cards."""
+    device = search.device
+    alone = dataclasses.replace(device, free_bytes=device.memory_bytes - IDLE_BYTES)
+    held = alone.free_bytes - device.free_bytes
+    if held > 0 and _least(_on(search, alone)) is not None:
+        what = "RAM" if device.kind == "cpu" else device.name
+        yield f"Other programs hold {format_bytes(held)} of {what}: without them it would fit."
+    for other in search.machine.devices:
+        if other.kind != "cpu" and other.torch_device != device.torch_device and _least(_on(search, other)):
+            yield f"{other.name} ({other.torch_device}) has {format_bytes(other.free_bytes)} free, enough for it."
+
+
+def _on(search: Search, device: Device) -> Search:
+    """The same search on `device` alone."""
+    config = search.config.model_copy(update={"device": device.torch_device})
+    return dataclasses.replace(search, config=config, machine=dataclasses.replace(search.machine, devices=(device,)))
 
 
 def _helpful(search: Search) -> Iterator[str]:
@@ -62,15 +83,10 @@ def _shorter(length: int) -> Iterator[int]:
             yield length // divisor
 
 
-def _other_places(search: Search) -> Iterator[str]:
-    """The same wish in other ways and on other cards."""
-    yield from _designed(search)
+def _other_device(search: Search) -> str:
+    """The smallest card that would do, or what it would have to have."""
     needed = search.least().memory.device_bytes
-    card = _smallest_card(search, needed)
-    if card is not None:
-        yield card
-    else:
-        yield f"A device with {format_bytes(needed)} free would do."
+    return _smallest_card(search, needed) or f"A device with {format_bytes(needed)} free would do."
 
 
 def _designed(search: Search) -> Iterator[str]:

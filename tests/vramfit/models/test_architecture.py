@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vramfit.errors import ModelError
-from vramfit.models import catalogue
+from vramfit.models import catalogue, families
 from vramfit.models.architecture import from_config
 
 LLAMA = {
@@ -184,7 +184,10 @@ def test_a_multimodal_config_is_read_by_its_text_part() -> None:
         ({"num_attention_heads": 5}, "hidden_size is 64, which 5 heads do not divide"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3, which does not divide the 4 heads"),
         ({"attention_bias": "yes"}, "attention_bias is 'yes', not true or false"),
+        ({"intermediate_size": None}, "intermediate_size is missing"),
         ({"model_type": None}, "does not say its model_type"),
+        ({"model_type": ["llama"]}, "does not say its model_type"),
+        ({"model_type": {}}, "does not say its model_type"),
         ({"model_type": "mamba"}, "model_type 'mamba', which VRAMFit does not know"),
         ({"model_type": "baichuan"}, "only loads with code from its own folder"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
@@ -200,3 +203,15 @@ def test_a_wrong_config_is_refused_with_the_field(changes: dict[str, Any], says:
     assert says in str(raised.value)
     assert "my-model" in str(raised.value)
     assert raised.value.remedy
+
+
+@pytest.mark.parametrize("family", sorted(families.FOUR_TIMES_WIDE))
+def test_a_width_that_is_not_said_is_four_times_the_model_s_in_these_families(family: str) -> None:
+    shape = {"hidden_size": 64, "n_embd": 64, "d_model": 64, "n_layer": 2, "n_layers": 2, "num_hidden_layers": 2}
+    heads = {"n_head": 4, "n_heads": 4, "num_heads": 4, "num_attention_heads": 4}
+    layers = {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "n_positions": 32}
+    architecture = from_config(
+        {"model_type": family, "vocab_size": 99, "max_position_embeddings": 32, **shape, **heads, **layers}, "m"
+    )
+
+    assert architecture.mlp_width == 256

@@ -196,6 +196,46 @@ def test_every_suggestion_of_a_refusal_works() -> None:
     assert any(text.startswith("QLoRA") for text in raised.value.suggestions)
 
 
+def held(free_gib: list[float]) -> Machine:
+    """A machine of 4090s of which other programs have left `free_gib`."""
+    machine = machine_with("RTX 4090", count=len(free_gib))
+    pairs = zip(machine.devices, free_gib, strict=True)
+    cards = tuple(dataclasses.replace(card, free_bytes=int(free * GIB)) for card, free in pairs)
+    return dataclasses.replace(machine, devices=cards)
+
+
+def refusal_on(machine: Machine, of: str = "Qwen/Qwen3-8B", method: str = "lora") -> WontFit:
+    with pytest.raises(WontFit) as raised:
+        forecast_run(wish(method), architecture=model(of), machine=machine, workload=LONG)
+    return raised.value
+
+
+def test_what_other_programs_hold_is_named_and_no_other_card_advised() -> None:
+    found = refusal_on(held([4.15]))
+
+    assert "Other programs hold 19.5 GiB of GeForce RTX 4090: without them it would fit." in found.suggestions
+    assert not any("smallest card" in sentence for sentence in found.suggestions)
+
+
+def test_a_card_beside_it_that_is_free_is_named() -> None:
+    found = refusal_on(held([4, 23, 5]))
+
+    assert "GeForce RTX 4090 (cuda:1) has 23.0 GiB free, enough for it." in found.suggestions
+    assert not any("cuda:2" in sentence for sentence in found.suggestions)
+
+
+def test_other_programs_are_not_blamed_for_what_would_not_fit_without_them() -> None:
+    found = refusal_on(held([4]), of="meta-llama/Llama-3.1-70B")
+
+    assert not any("Other programs" in sentence for sentence in found.suggestions)
+
+
+@pytest.mark.parametrize(("mean", "longest"), [(0.0, 0), (math.nan, 5), (-1.0, 5), (5.0, 0)])
+def test_sequences_without_a_token_are_refused(mean: float, longest: int) -> None:
+    with pytest.raises(DataError, match="There are 0 tokens to train on"):
+        forecast(wish(), workload=Workload(sequences=3, mean_tokens=mean, longest_tokens=longest))
+
+
 def test_a_fixed_wish_that_breaks_the_plan_is_suggested_to_be_freed() -> None:
     with pytest.raises(WontFit, match=r"Leaving memory\.micro_batch to auto would need"):
         forecast(wish(memory={"micro_batch": 512}, schedule={"sequences_per_step": 512}), of="Qwen/Qwen3-8B")
