@@ -55,10 +55,17 @@ def _all_linears(model: nn.Module) -> str | list[str]:
     has_experts = any(parameter.ndim == 3 for parameter in model.parameters())
     if not has_experts:
         return ALL_LINEAR
+    import peft
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
     whole: Any = model
     head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
     names = dict(model.named_modules())
-    return [name for name in linear_names(model) if names[name] is not head]
+    config = peft.LoraConfig(target_modules=[name for name in linear_names(model) if names[name] is not head])
+    # Beside some families' experts (DeepSeek, GLM), peft takes gate_proj, up_proj and down_proj of a shared expert or a
+    # dense block for the experts', by whole names too, and does so again when a saved adapter is loaded. It says which.
+    convert_peft_config_for_transformers(config, model, None)
+    return sorted(config.target_modules or ())
 
 
 def check_targets(model: nn.Module, targets: Sequence[str] | str) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 from vramfit.errors import ModelError
 from vramfit.models.adapters import attach_adapters, linear_names, merged_state
@@ -27,6 +28,25 @@ def test_all_linear_adapts_every_linear_but_the_head_and_freezes_the_rest(model)
     assert len(linears) == 2 * 7 and len(trained) == 2 * len(linears)
     assert all("lora_" in name and "lm_head" not in name for name in trained)
     assert torch.equal(adapted(TOKENS).logits, logits)  # B begins at zero
+
+
+@pytest.mark.parametrize(
+    ("family", "width", "beside"),
+    [("DeepseekV2", "n_shared_experts", "kv_b_proj"), ("Qwen2Moe", "shared_expert_intermediate_size", "down_proj")],
+)
+def test_all_linear_leaves_experts_alone_that_are_one_tensor(family: str, width: str, beside: str) -> None:
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    widths = {"intermediate_size": 48, "moe_intermediate_size": 16, "vocab_size": 40, width: 2}
+    latent = {"kv_lora_rank": 8, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    config = getattr(transformers, f"{family}Config")(
+        **shape, **widths, num_experts_per_tok=2, **(latent if family == "DeepseekV2" else {})
+    )
+    adapted = attach_adapters(getattr(transformers, f"{family}ForCausalLM")(config), rank=4, alpha=8, seed=1)
+    trained = [name for name, value in adapted.named_parameters() if value.requires_grad]
+
+    assert not [name for name in trained if ".experts." in name]
+    assert all(any(f".{name}.lora_A" in one for one in trained) for name in ("q_proj", "o_proj", beside))
+    assert not adapted.peft_config["default"].target_parameters
 
 
 def test_the_seed_decides_the_start(small, model_folder, tmp_path):
