@@ -94,8 +94,9 @@ def _designed(search: Search) -> Iterator[str]:
     families = search.families()
     best = quickest([found for found in search.designed.bests if found.fits and found.family not in families])
     if best is not None:
+        name = best.family.name
         yield (
-            f"{best.family.name.capitalize()} would need {format_bytes(best.memory.device_bytes)} of the device and "
+            f"{name[0].upper()}{name[1:]} would need {format_bytes(best.memory.device_bytes)} of the device and "
             f"{format_bytes(best.memory.host_bytes)} of RAM ({', '.join(missing(best.plan))}: not in this version)."
         )
 

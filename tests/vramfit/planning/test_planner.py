@@ -217,6 +217,12 @@ def test_what_other_programs_hold_is_named_and_no_other_card_advised() -> None:
     assert not any("smallest card" in sentence for sentence in found.suggestions)
 
 
+def test_what_is_designed_is_named_as_it_is_written() -> None:
+    found = refusal_on(machine_with("RTX 3060"))
+
+    assert any(sentence.startswith("Streaming from RAM would need") for sentence in found.suggestions)
+
+
 def test_a_card_beside_it_that_is_free_is_named() -> None:
     found = refusal_on(held([4, 23, 5]))
 
