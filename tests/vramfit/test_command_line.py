@@ -120,6 +120,8 @@ def test_a_config_file_and_flags_on_top_of_it(tmp_path: Path, capsys: pytest.Cap
         (("estimate", "--card", "RTX 4090", "--ram-gib", "1e300"), "at most 1,048,576"),
         (("estimate", "--card", "RTX 4090", "--ram-gib", "-1"), "--ram-gib is -1"),
         (("estimate", "--ram-gib", "32"), "--card"),
+        (("explore", "--card", "RTX 4090", "--length", "7"), "--length is 7, it must be 8 to 1,048,576"),
+        (("explore", "--card", "RTX 4090", "--length", "1048577"), "--length is 1048577"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_exit_code_2(

@@ -22,7 +22,9 @@ from vramfit.yaml_text import YamlProblem, load_yaml
 
 MAX_RAM_GIB: Final = 1_048_576
 MAX_CARDS: Final = 1024
-MAX_LENGTH: Final = 16_777_216
+MIN_LENGTH: Final = 8
+MAX_LENGTH: Final = 1_048_576
+"""As data.max_length has them."""
 ASSUMED_SEQUENCES: Final = 1000
 
 _SHORT_FLAGS = {
@@ -114,8 +116,8 @@ def _assigned(assignment: str) -> tuple[str, Any]:
 
 def check_length(length: int) -> None:
     """Raises ConfigError for a number of tokens no sequence can have."""
-    if not 1 <= length <= MAX_LENGTH:
-        what = f"--length is {length}, it must be 1 to {MAX_LENGTH:,}"
+    if not MIN_LENGTH <= length <= MAX_LENGTH:
+        what = f"--length is {length}, it must be {MIN_LENGTH} to {MAX_LENGTH:,}"
         raise ConfigError([Problem(field="", what=what, remedy="Give tokens, such as 2048.")])
 
 
