@@ -195,11 +195,15 @@ def _json_reason(error: json.JSONDecodeError) -> str:
 
 
 def _check_value(source: str, value: Any) -> None:
-    """Depth and lone surrogates, which JSON syntax allows and nothing after it can bear. Raises ValueError."""
+    """Depth, lone surrogates and NUL, which JSON syntax allows and nothing after it can bear. Raises ValueError."""
     if source.count("{") + source.count("[") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
         raise ValueError(f"values are nested more than {MAX_DEPTH} deep")
-    if "\\" in source and "\\u" in source and re.search(r"\\u[dD][89a-fA-F]", source) and _has_surrogate(value):
+    if "\\" not in source or "\\u" not in source:
+        return
+    if re.search(r"\\u[dD][89a-fA-F]", source) and _holds(value, _SURROGATE):
         raise ValueError("a \\u escape is half of a surrogate pair, which is no character")
+    if "\\u0000" in source and _holds(value, _NUL):
+        raise ValueError("a \\u0000 escape is a NUL character, which is no text")
 
 
 def _depth(value: Any) -> int:
@@ -213,12 +217,17 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def _has_surrogate(value: Any) -> bool:
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
+_NUL: Final = re.compile("\0")
+
+
+def _holds(value: Any, wanted: re.Pattern[str]) -> bool:
+    """Whether any text in a JSON value, keys included, has what is wanted."""
     if isinstance(value, str):
-        return re.search("[\ud800-\udfff]", value) is not None
+        return wanted.search(value) is not None
     if isinstance(value, dict):
-        return any(_has_surrogate(key) or _has_surrogate(item) for key, item in value.items())
-    return isinstance(value, list) and any(_has_surrogate(item) for item in value)
+        return any(_holds(key, wanted) or _holds(item, wanted) for key, item in value.items())
+    return isinstance(value, list) and any(_holds(item, wanted) for item in value)
 
 
 def rows_of(path: Path, layout: Layout) -> Iterator[Row | BadRow]:

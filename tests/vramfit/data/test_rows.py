@@ -201,6 +201,8 @@ def test_a_bad_line_is_named_and_the_others_are_read(
         ('{"a": {"b": {"c": 1, "c": 2}}}', "the key 'c' occurs twice in one object"),
         ("{" + ",".join(f'"{n}": 0' for n in range(1001)) + "}", "an object has 1,001 keys, more than 1,000"),
         ('{"a": "\\ud83d"}', "a \\u escape is half of a surrogate pair, which is no character"),
+        ('{"a": [{"b": "x\\u0000y"}]}', "a \\u0000 escape is a NUL character, which is no text"),
+        ('{"\\u0000": "x"}', "a \\u0000 escape is a NUL character, which is no text"),
         ("[1]", "the row is a list, not an object with named columns"),
     ],
 )
