@@ -31,8 +31,9 @@ from vramfit.engine.loss import Targets
 from vramfit.engine.optimizers import build_optimizer
 from vramfit.engine.precision import DTYPES
 from vramfit.engine.resident import Piece, ResidentExecutor, StepResult, Trained
-from vramfit.errors import InternalError, ModelError, VramfitError
+from vramfit.errors import InternalError, ModelError, UserError, VramfitError
 from vramfit.models.architecture import Architecture, from_config
+from vramfit.planning.abilities import missing
 from vramfit.planning.memory import QUANTISED, weight_bytes
 from vramfit.planning.plan import Plan
 
@@ -202,8 +203,13 @@ def trace(
 ) -> Trace:
     """Trace `plan` for the model of a config.json, every sequence `length` tokens long; `whole` traces every block.
 
-    Raises ModelError when `transformers` cannot build it.
+    Raises ModelError when `transformers` cannot build it, UserError for a plan this version's engine cannot run.
     """
+    lacks = [*missing(plan), *(["an optimizer inside backward"] if plan.optimizer_in_backward else [])]
+    if lacks:
+        raise UserError(
+            f"A trace runs this version's engine, which lacks {', '.join(lacks)}", "Trace a plan that can be run."
+        )
     architecture = from_config(values, name)
     tracer = _Depths(values, architecture, plan, length, trained_share)
     return tracer.trace(whole=whole)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from vramfit.engine.trace import trace
-from vramfit.errors import ModelError
+from vramfit.errors import ModelError, UserError
 from vramfit.models import catalogue
 from vramfit.models.architecture import Architecture
 from vramfit.models.config_json import config_values
@@ -138,3 +138,16 @@ def test_a_request_is_answered_by_a_process_of_its_own() -> None:
 def test_a_model_that_cannot_be_built_is_refused_in_words() -> None:
     with pytest.raises(ModelError, match="shape alone"):
         config_values(model("Qwen/Qwen-7B"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"optimizer_bits": 8}, "8-bit optimizer states"),
+        ({"optimizer_in_backward": True}, "inside backward"),
+        ({"weights_tier": "host"}, "streaming from RAM"),
+    ],
+)
+def test_a_plan_the_engine_cannot_run_is_refused_not_traced_as_another(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        trace(config_values(model("HuggingFaceTB/SmolLM2-135M")), plan(**changes), length=64)
