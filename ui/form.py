@@ -42,7 +42,7 @@ HIDDEN: Final = ("version",)
 SHOWN_LETTERS: Final = 60
 """A problem repeats so much of what was typed."""
 
-GROUPS: Final = ("schedule", "adapter", "memory", "data", "output", "run")
+GROUPS: Final = ("schedule", "adapter", "memory", "loss", "health", "data", "output", "run")
 """The groups of the advanced fields, in order: the parts of RunConfig; `run` takes what belongs to none."""
 
 _YES_NO: Final = {"yes": True, "no": False}

@@ -24,7 +24,7 @@ MAX_FILE_BYTES: Final = 1024 * 1024
 
 Auto = Literal["auto"]
 Method = Literal["pretrain", "full", "lora", "qlora"]
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 
 STARTER_MODEL = "starter"
 STARTER_STORIES = "starter:stories"
@@ -76,12 +76,20 @@ class DataChoice(Part):
 
 
 class AdapterChoice(Part):
-    """LoRA: W + alpha / rank * B A on the target linears. `alpha="auto"` is twice the rank."""
+    """LoRA: W + alpha / rank * B A on the target linears. `alpha="auto"` is twice the rank.
+
+    `variant` is rslora where the product is scaled by alpha / sqrt(rank), dora where direction and length of W's
+    columns are trained apart. `start` is what A and B begin as: "usual" is random A and zero B, the others are named
+    after their papers. `experts` puts adapters of their own beside each expert of a mixture, too.
+    """
 
     rank: Annotated[int, Field(ge=1, le=1024)] = 16
     alpha: Annotated[float, Field(gt=0, le=1_000_000)] | Auto = "auto"
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    variant: Literal["lora", "rslora", "dora"] = "lora"
+    start: Literal["usual", "pissa", "eva", "olora", "orthogonal"] = "usual"
+    experts: bool = False
 
 
 class ScheduleChoice(Part):
@@ -100,22 +108,63 @@ class ScheduleChoice(Part):
     max_grad_norm: Annotated[float, Field(ge=0.0, le=1_000_000_000)] = 1.0
 
 
+class LossChoice(Part):
+    """What is added to the cross-entropy: `z_loss` times the square of the logits' logarithmic sum of exponentials (it
+    keeps logits small), and the share of the wanted probability that `label_smoothing` spreads over all tokens."""
+
+    z_loss: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+
+
+class HealthChoice(Part):
+    """When a run is unwell. `refused_steps` without a finite loss or gradient in a row end it; so do `patience`
+    evaluations without a better loss (0: never).
+
+    Every `calibrate_every` optimizer steps a micro-batch is evaluated in fp32 too ("auto": 10 in fp16, else never);
+    where loss or gradient norm differ by more than `drift_limit`, relative, the run warns, and with `raise_precision`
+    it computes the part that drifts in fp32 from then on.
+    """
+
+    refused_steps: Annotated[int, Field(ge=1, le=1000)] = 8
+    patience: Annotated[int, Field(ge=0, le=10_000)] = 0
+    calibrate_every: Annotated[int, Field(ge=0, le=100_000_000)] | Auto = "auto"
+    drift_limit: Annotated[float, Field(gt=0.0, le=10.0)] = 0.003
+    raise_precision: bool = False
+
+
 class MemoryWishes(Part):
-    """What the planner may decide, each "auto" or fixed. `budget_gib` is GiB of device memory the run may use."""
+    """What the planner may decide, each "auto" or fixed. `budget_gib` is GiB of device memory the run may use.
+
+    `activations` of a block are kept, kept in 8 bits (compress), recomputed from its input, or that with the input in
+    RAM (offload). `trained_weights` in bf16 are rounded stochastically. `optimizer_bits` are of the optimizer's
+    states; `optimizer_place` "paged" lets the driver move them to RAM when memory runs short. `optimizer_step` in
+    backward takes each weight's step as soon as its gradient is there: "in backward" passes twice where the gradient
+    has to be clipped by its global norm, "in backward, one pass" clips by the norm of the step before. `adapt` lets
+    the run change how activations are held while it is on.
+    """
 
     budget_gib: Annotated[float, Field(gt=0, le=1_048_576)] | Auto = "auto"
     micro_batch: Annotated[int, Field(ge=1, le=65_536)] | Auto = "auto"
     precision: Precision | Auto = "auto"
-    activations: Literal["auto", "keep", "recompute"] = "auto"
+    activations: Literal["auto", "keep", "compress", "recompute", "offload"] = "auto"
+    attention: Literal["auto", "sdpa", "eager", "flash"] = "auto"
     loss: Literal["auto", "fused", "chunked", "full"] = "auto"
-    optimizer: Literal["auto", "adamw"] = "auto"
+    trained_weights: Literal["auto", "fp32", "bf16"] = "auto"
+    optimizer: Literal["auto", "adamw", "adafactor", "lion", "muon", "sgd"] = "auto"
+    optimizer_bits: Literal["auto", "32", "8", "4"] = "auto"
+    optimizer_place: Literal["auto", "device", "paged", "host"] = "auto"
+    optimizer_step: Literal["auto", "after backward", "in backward", "in backward, one pass"] = "auto"
+    compile: Literal["auto", "off", "default", "max-autotune", "reduce-overhead"] = "auto"
+    adapt: bool = True
 
 
 class OutputChoice(Part):
-    """What is kept. Cadences count optimizer steps; "auto" is about ten a run. 0 turns evaluation off."""
+    """What is kept. Cadences count optimizer steps; "auto" is about ten a run. 0 turns evaluation off. `keep_best`
+    keeps the checkpoint of the best evaluation beside the newest ones, and exports that one."""
 
     checkpoint_every: Annotated[int, Field(ge=1, le=100_000_000)] | Auto = "auto"
     keep_checkpoints: Annotated[int, Field(ge=1, le=1000)] = 2
+    keep_best: bool = False
     evaluate_every: Annotated[int, Field(ge=0, le=100_000_000)] | Auto = "auto"
     prompts: tuple[str, ...] = ()
     sample_tokens: Annotated[int, Field(ge=0, le=4096)] = 120
@@ -137,7 +186,9 @@ class RunConfig(Part):
     data: DataChoice = DataChoice()
     adapter: AdapterChoice = AdapterChoice()
     schedule: ScheduleChoice = ScheduleChoice()
+    loss: LossChoice = LossChoice()
     memory: MemoryWishes = MemoryWishes()
+    health: HealthChoice = HealthChoice()
     output: OutputChoice = OutputChoice()
 
     @classmethod

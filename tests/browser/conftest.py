@@ -97,6 +97,9 @@ def _read_lines(process: subprocess.Popen[str], lines: queue.Queue[str]) -> None
         pass
 
 
+PANELS = {"fresh", "seeded"}  # the fixtures that start one
+
+
 @pytest.fixture(scope="module")  # not the session: its event loop would be in the way of every later test
 def _playwright() -> Iterator[Playwright]:
     with sync_playwright() as opened:
@@ -112,8 +115,10 @@ def browser(_playwright: Playwright) -> Iterator[Browser]:
 
 
 @pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
+def page(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Page]:
     """A fresh tab, whose log of trouble must be empty at the end: no console error, no request to another host."""
+    for panel in PANELS & set(request.fixturenames):
+        request.getfixturevalue(panel)  # begun before the tab, so ended after it: an open tab notes a panel that goes
     context = browser.new_context(viewport={"width": 1400, "height": 900}, locale="en-US")
     tab = context.new_page()
     trouble: list[str] = []

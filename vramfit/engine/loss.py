@@ -164,7 +164,7 @@ class TokenLoss:
             weights=targets.weights,
             chunk_tokens=self.chunk_tokens,
             dtype=DTYPES[self.compute],
-            gradient_scale=gradient_scale if self.compute != "fp32" else 1.0,
+            gradient_scale=gradient_scale if DTYPES[self.compute] != torch.float32 else 1.0,
         )
 
 

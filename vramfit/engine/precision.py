@@ -15,7 +15,12 @@ import torch
 from vramfit.config import Precision
 from vramfit.errors import ConfigError, Problem
 
-DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 FIRST_LOSS_SCALE = 2.0**16
 COLLAPSED_LOSS_SCALE = 2.0**-6
@@ -42,7 +47,7 @@ def choose_precision(device: str | torch.device) -> PrecisionChoice:
 
 def autocast(device: str | torch.device, compute: Precision) -> contextlib.AbstractContextManager[Any]:
     """The context for one forward pass."""
-    if compute == "fp32":
+    if DTYPES[compute] == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(torch.device(device).type, dtype=DTYPES[compute])
 

@@ -269,7 +269,9 @@ class _Depths:
         """4-bit weights were traced in 16 bits: the difference does not move."""
         if self.plan.weight_format not in QUANTISED or not self.plan.lora_rank:
             return dict(phases)
-        plain = dataclasses.replace(self.plan, weight_format=self.plan.compute)
+        plain = dataclasses.replace(
+            self.plan, weight_format="fp32" if self.plan.compute == "tf32" else self.plan.compute
+        )
         less = int(weight_bytes(self.architecture, plain) - weight_bytes(self.architecture, self.plan))
         return {phase: size - less for phase, size in phases.items()}
 

@@ -24,7 +24,8 @@ from vramfit.engine.loss import IGNORED, TokenLoss, base_model, model_inputs, ta
 from vramfit.engine.precision import DTYPES, autocast, choose_precision, loss_scaler
 from vramfit.engine.randomness import random_state, set_random_state
 from vramfit.engine.recovery import halves, is_out_of_memory, release_memory
-from vramfit.engine.resident import Piece, StepResult, finish_step
+from vramfit.engine.resident import Piece, StepResult
+from vramfit.engine.update import finish_step
 from vramfit.errors import ConfigError, DataError, ModelError, Problem, WontFit
 
 BatchLike: TypeAlias = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor

@@ -16,14 +16,28 @@ from vramfit.planning.plan import Plan, ShardingKind, Tier
 @dataclass(frozen=True, kw_only=True)
 class Abilities:
     """Where an engine can put weights, optimizer states and the inputs of recomputed blocks, in how many bits it keeps
-    states, and how it shares a run among cards."""
+    states, how it shares a run among cards, and which optimizers and other features it has."""
 
     weights: tuple[Tier, ...]
     optimizer: tuple[Tier, ...]
     inputs: tuple[Tier, ...]
     optimizer_bits: tuple[int, ...]
     sharding: tuple[ShardingKind, ...]
+    optimizers: tuple[str, ...] = ("adamw",)
+    features: frozenset[str] = frozenset()
 
+
+FEATURES: Final = {
+    "compress": "activations in 8 bits",
+    "optimizer_in_backward": "a step in backward",
+    "optimizer_paged": "paged optimizer states",
+    "compiled": "compiled blocks",
+    "bf16_weights": "trained weights in bf16",
+    "dora": "DoRA",
+    "lora_experts": "adapters on experts",
+    "tf32": "tf32",
+}
+"""What an engine may have beside the places and formats of its numbers, by name, and its words for "needs ..."."""
 
 ENGINE: Final = Abilities(
     weights=("device",), optimizer=("device",), inputs=("device",), optimizer_bits=(32,), sharding=("none",)
@@ -34,8 +48,10 @@ DESIGNED: Final = Abilities(
     weights=("device", "host", "disk"),
     optimizer=("device", "host", "disk"),
     inputs=("device", "host"),
-    optimizer_bits=(32, 8),
+    optimizer_bits=(32, 8, 4),
     sharding=("none", "ddp", "fsdp"),
+    optimizers=("adamw", "adafactor", "lion", "muon", "sgd"),
+    features=frozenset(FEATURES),
 )
 """What the design holds."""
 
@@ -57,3 +73,9 @@ def _missing(plan: Plan, abilities: Abilities) -> Iterator[str]:
         yield f"{plan.optimizer_bits}-bit optimizer states"
     if plan.sharding not in abilities.sharding:
         yield f"several cards ({plan.sharding.upper()})"
+    if plan.optimizer not in abilities.optimizers:
+        yield f"the optimizer {plan.optimizer}"
+    asked = {name for name in FEATURES if getattr(plan, name, False)}
+    asked |= {"bf16_weights"} if plan.trained_format == "bf16" and plan.weights_tier == "device" else set()
+    asked |= {"tf32"} if plan.compute == "tf32" else set()
+    yield from (words for name, words in FEATURES.items() if name in asked - abilities.features)

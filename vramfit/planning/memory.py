@@ -36,6 +36,7 @@ _Value = TypeVar("_Value")
 
 BYTES: Final = {
     "fp32": 4.0,
+    "tf32": 4.0,
     "bf16": 2.0,
     "fp16": 2.0,
     "int8": 1.0 + 2 / 4096,
@@ -119,7 +120,7 @@ def estimate_memory(
     peak = max(phases, key=lambda phase: phase.total_bytes)
     device = _device_bytes(peak, plan, program)
     on_cpu = plan.device == "cpu"
-    spread = 0.04 if on_cpu and plan.compute == "fp32" else 0.08
+    spread = 0.04 if on_cpu and plan.compute in ("fp32", "tf32") else 0.08
     moving = peak.total_bytes - work.states
     return MemoryEstimate(
         phases=phases,
@@ -504,7 +505,7 @@ class Work:
             return (entry + extra) * self.tokens * vocab, 0.0
         rows = min(self.tokens, self.plan.loss_chunk_tokens or self.tokens)
         picked = float(self.formats.residual * hidden * self.tokens)
-        if self.plan.loss == "fused" and self.plan.compute != "fp32":
+        if self.plan.loss == "fused" and self.plan.compute not in ("fp32", "tf32"):
             entry = self.program.logits["chunked"]
         if not self.program.logits_kept:
             return entry * rows * vocab + picked, self.head_gradient

@@ -82,9 +82,11 @@ class Plan:
     once (0: all of them).
 
     `optimizer_bits` are of one state of one parameter; `optimizer_tier` where states live; `optimizer_in_backward`
-    steps a parameter as soon as its gradient is there. `weights_tier` other than device streams the blocks through two
-    slots, all but `resident_blocks` that stay. `saved_modules` ("embedding", "head") are trained whole beside adapters.
-    `compiled`: a compiler fuses what lies between matrix products.
+    steps a parameter as soon as its gradient is there, `clip_passes` is 2 where the gradient's norm is found in a pass
+    of its own before that; `optimizer_paged` lets the driver move states to RAM. `weights_tier` other than device
+    streams the blocks through two slots, all but `resident_blocks` that stay. `saved_modules` ("embedding", "head") are
+    trained whole beside adapters. `dora` trains lengths of columns beside LoRA; `lora_experts` has adapters beside each
+    expert. `compiled`: a compiler fuses what lies between matrix products, in torch's `compile_mode`.
     """
 
     method: Method
@@ -99,6 +101,8 @@ class Plan:
     optimizer_bits: Literal[32, 16, 8, 4] = 32
     optimizer_tier: Tier = "device"
     optimizer_in_backward: bool = False
+    optimizer_paged: bool = False
+    clip_passes: Literal[1, 2] = 1
     max_length: int
     micro_batch: int
     accumulation: int
@@ -113,10 +117,13 @@ class Plan:
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
     lora_dropout: float = 0.0
+    lora_experts: bool = False
+    dora: bool = False
     saved_modules: tuple[Literal["embedding", "head"], ...] = ()
     cards: int = 1
     sharding: ShardingKind = "none"
     compiled: bool = False
+    compile_mode: Literal["default", "max-autotune", "reduce-overhead"] = "default"
     reasons: tuple[Choice, ...] = ()
 
 

@@ -173,7 +173,13 @@ def rates_of(device: Device, compute: Precision, *, block_bytes: float = 0.0, co
 
 
 def dense_rate(device: Device, compute: Precision) -> tuple[float, RateSource]:
-    """(dense FLOP/s in a compute format, where it comes from). Without facts, those of a small card."""
+    """(dense FLOP/s in a compute format, where it comes from). Without facts, those of a small card.
+
+    Tensor cores multiply tf32 at half their rate of 16-bit numbers, on every card that has it.
+    """
+    if compute == "tf32" and "tf32" not in device.flops:
+        half, source = dense_rate(device, "bf16")
+        return half / 2, source
     known = device.flops.get(compute, 0.0)
     if known:
         return known, device.rates

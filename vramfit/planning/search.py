@@ -21,6 +21,7 @@ from vramfit.planning.memory import estimate_memory
 from vramfit.planning.plan import MemoryEstimate, Plan, SpeedEstimate, Workload
 from vramfit.planning.speed import estimate_speed
 from vramfit.planning.start import Start, sequences_of_step, start
+from vramfit.planning.wishes import refused
 
 _MOST_TOKENS_PER_PASS: Final = 2**17
 _NEARLY_AS_FAST: Final = 1.02
@@ -94,13 +95,17 @@ class Search:
     ) -> Search:
         """Raises ConfigError and HardwareError for a wish that this machine or model cannot honour."""
         device = machine.device(config.device)
+        begun = start(config, architecture, device, workload)
+        lacking = missing(begun.plan, abilities)
+        if lacking:
+            raise refused("memory", f"This version cannot do: {', '.join(lacking)}", "Leave that to auto.")
         return cls(
             config=config,
             architecture=architecture,
             machine=machine,
             device=device,
             workload=workload,
-            start=start(config, architecture, device, workload),
+            start=begun,
             abilities=abilities,
         )
 
@@ -129,13 +134,15 @@ class Search:
         if self.device.kind == "cpu":
             yield Family(name="streaming from disk", changes={"weights_tier": "disk"})
             return
-        keep = self.config.memory.activations == "keep"
+        wishes = self.config.memory
+        keep = wishes.activations in ("keep", "compress")
         trains_all = not self.start.plan.lora_rank
-        if trains_all:
+        adamw = trains_all and self.start.plan.optimizer == "adamw"
+        if adamw and wishes.optimizer_bits == "auto":
             yield Family(name="8-bit optimizer", changes={"optimizer_bits": 8})
-        if not keep:
+        if not keep and wishes.activations != "offload":
             yield Family(name="block inputs in RAM", changes={"input_tier": "host"})
-        if trains_all:
+        if trains_all and wishes.optimizer_place == "auto" and not self.start.plan.optimizer_in_backward:
             yield Family(name="optimizer in RAM", changes={"optimizer_tier": "host"})
         if self.cards > 1:
             yield Family(name="shared by the cards (DDP)", changes={"cards": self.cards, "sharding": "ddp"})
@@ -195,9 +202,10 @@ class Search:
     def _fewest_recomputed(self, family: Family, size: int) -> Candidate | None:
         """Recompute costs time, so as little as fits: none, else halve the distance to all."""
         layers, wish = self.architecture.layers, self.config.memory.activations
+        keeps = wish in ("keep", "compress")
         in_ram = "input_tier" in family.changes  # where nothing is recomputed no input waits anywhere
         if wish != "auto" or in_ram:
-            only = self.candidate(family, size, recompute=0 if wish == "keep" else layers)
+            only = self.candidate(family, size, recompute=0 if keeps else layers)
             return only if only.fits else None
         none = self.candidate(family, size, recompute=0)
         if none.fits:
@@ -235,6 +243,8 @@ class Search:
         share = math.ceil(self.sequences / family.changes.get("cards", 1))
         if self.config.memory.micro_batch != "auto":
             return [min(self.config.memory.micro_batch, share)]
+        if self.start.plan.optimizer_in_backward:
+            return [share]  # a gradient that waits for a second micro-batch cannot be used up at once
         most = max(1, min(share, _MOST_TOKENS_PER_PASS // max(1, self.start.plan.max_length)))
         wanted = {1 << power for power in range(most.bit_length())} | {most}
         even = {math.ceil(share / math.ceil(share / size)) for size in wanted}
@@ -243,7 +253,7 @@ class Search:
     def least(self, family: Family | None = None) -> Candidate:
         """What needs the least memory: the smallest micro-batch, all blocks recomputed unless kept by wish."""
         chosen = family or self.families()[0]
-        keep = self.config.memory.activations == "keep"
+        keep = self.config.memory.activations in ("keep", "compress")
         recompute = 0 if keep else self.architecture.layers
         return self.candidate(chosen, self.micro_batches(chosen)[0], recompute=recompute)
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from vramfit.config import Precision, RunConfig
-from vramfit.errors import ConfigError, Problem
 from vramfit.hardware.devices import Device
 from vramfit.models.architecture import Architecture
-from vramfit.models.families import EAGER_ONLY
 from vramfit.planning.plan import Plan, WeightFormat, Workload
+from vramfit.planning.wishes import refused, wished
 from vramfit.units import GIB, MIB, format_bytes
 
 USUAL_LENGTH: Final = 2048
@@ -48,11 +47,11 @@ def start(config: RunConfig, architecture: Architecture, device: Device, workloa
         recompute=architecture.layers,
         loss=loss,
         loss_chunk_tokens=0 if loss == "full" else chunk_tokens(architecture.vocab_size),
-        attention="eager" if architecture.family in EAGER_ONLY else "sdpa",
         packing=workload.packed or config.data.packing is True,
         lora_rank=config.adapter.rank if config.trains_adapter else 0,
         lora_targets=_targets(config),
         lora_dropout=config.adapter.dropout if config.trains_adapter else 0.0,
+        **wished(config, architecture, device, compute),
     )
     _check_targets(architecture, plan)
     return Start(plan=plan, budget_reason=budget_reason)
@@ -81,11 +80,6 @@ def chunk_tokens(vocab_size: int) -> int:
     return 1 << (rows.bit_length() - 1)
 
 
-def refused(field: str, what: str, remedy: str) -> ConfigError:
-    """A wish that cannot be honoured, as the form shows it."""
-    return ConfigError([Problem(field=field, what=what, remedy=remedy)])
-
-
 def sequences_of_step(config: RunConfig, workload: Workload) -> int:
     """Sequences of a whole step: an epoch that has fewer is one step of them."""
     return min(config.schedule.sequences_per_step, max(1, workload.sequences))
@@ -97,8 +91,9 @@ def compute_format(config: RunConfig, device: Device) -> Precision:
         if device.kind == "cpu":
             return "fp32"
         return "bf16" if device.bf16 else ("fp16" if device.fp16 else "fp32")
-    supported = {"fp32": True, "bf16": device.bf16, "fp16": device.fp16}[wish]
-    if device.kind != "cpu" and not supported:
+    # Tensor cores that know bf16 know tf32; nothing else does.
+    supported = {"fp32": True, "tf32": device.kind == "cuda" and device.bf16, "bf16": device.bf16, "fp16": device.fp16}
+    if (device.kind != "cpu" or wish == "tf32") and not supported[wish]:
         raise refused("memory.precision", f"{device.name} cannot compute in {wish}", "Set the precision to auto.")
     return wish
 
@@ -135,10 +130,13 @@ def _reserve(device: Device) -> int:
 
 
 def _weight_format(config: RunConfig, compute: Precision) -> WeightFormat:
-    """Trained weights are fp32. A frozen base is stored as it is computed with, or in 4 bits for QLoRA."""
+    """Trained weights are fp32 unless bf16 is wished for. A frozen base is stored as it is computed with, or in 4 bits
+    for QLoRA."""
     if config.method in ("pretrain", "full"):
-        return "fp32"
-    return "nf4" if config.method == "qlora" else compute
+        return "bf16" if config.memory.trained_weights == "bf16" else "fp32"
+    if config.method == "qlora":
+        return "nf4"
+    return "fp32" if compute == "tf32" else compute
 
 
 def _max_length(config: RunConfig, architecture: Architecture, workload: Workload) -> int:

@@ -1,0 +1,143 @@
+"""What a person fixed about optimizer, attention and compiling, as fields of a plan; or why it cannot be honoured here.
+
+A wish is never bent: what this device or this model cannot do is refused, with the setting that can be had instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from vramfit.config import Precision, RunConfig
+from vramfit.errors import ConfigError, Problem
+from vramfit.hardware.devices import Device
+from vramfit.models.architecture import Architecture
+from vramfit.models.families import EAGER_ONLY
+
+OPTIMIZER_BITS: Final = {"adamw": ("32", "8", "4"), "lion": ("32", "8")}
+"""In how many bits an optimizer's states can be kept; those that are not named: 32."""
+
+
+def refused(field: str, what: str, remedy: str) -> ConfigError:
+    """A wish that cannot be honoured, as the form shows it."""
+    return ConfigError([Problem(field=field, what=what, remedy=remedy)])
+
+
+def wished(config: RunConfig, architecture: Architecture, device: Device, compute: Precision) -> dict[str, Any]:
+    """Fields of a Plan. Raises ConfigError naming the wish that cannot be honoured and why."""
+    return {
+        **_optimizer(config, device),
+        **_trained_format(config, compute),
+        **_compiled(config, device),
+        "attention": _attention(config, architecture, device, compute),
+        "input_tier": _input_tier(config, device),
+        "compress": architecture.layers if config.memory.activations == "compress" else 0,
+        "dora": config.trains_adapter and config.adapter.variant == "dora",
+        "lora_experts": config.trains_adapter and config.adapter.experts,
+    }
+
+
+def _optimizer(config: RunConfig, device: Device) -> dict[str, Any]:
+    wishes = config.memory
+    kind = "adamw" if wishes.optimizer == "auto" else wishes.optimizer
+    bits = "32" if wishes.optimizer_bits == "auto" else wishes.optimizer_bits
+    possible = OPTIMIZER_BITS.get(kind, ("32",))
+    if bits not in possible:
+        raise refused(
+            "memory.optimizer_bits",
+            f"{kind} keeps its states in {' or '.join(possible)} bits, not in {bits}",
+            f"Choose {' or '.join(possible)}, or the optimizer adamw.",
+        )
+    place = wishes.optimizer_place
+    if place == "host" and device.kind == "cpu":
+        raise refused(
+            "memory.optimizer_place",
+            "Without a card the optimizer's states are in RAM already",
+            "Set the place of the optimizer's states to auto.",
+        )
+    if place == "paged" and (device.kind != "cuda" or bits == "4" or kind not in OPTIMIZER_BITS):
+        what = f"{device.name} has none" if device.kind != "cuda" else f"{kind} in {bits} bits has none"
+        raise refused(
+            "memory.optimizer_place",
+            f"Paged states need an NVIDIA or AMD card and adamw or lion in 32 or 8 bits; {what}",
+            "Set the place of the optimizer's states to auto or host.",
+        )
+    in_backward = wishes.optimizer_step.startswith("in backward")
+    if in_backward and place == "host":
+        raise refused(
+            "memory.optimizer_step",
+            "A step in backward and states in RAM are not done together",
+            "Leave one of the two to auto.",
+        )
+    two_passes = wishes.optimizer_step == "in backward" and config.schedule.max_grad_norm > 0
+    return {
+        "optimizer": kind,
+        "optimizer_bits": int(bits),
+        "optimizer_tier": "host" if place == "host" else "device",
+        "optimizer_paged": place == "paged",
+        "optimizer_in_backward": in_backward,
+        "clip_passes": 2 if two_passes else 1,
+    }
+
+
+def _trained_format(config: RunConfig, compute: Precision) -> dict[str, Any]:
+    if config.memory.trained_weights != "bf16":
+        return {}
+    if config.trains_adapter:
+        raise refused(
+            "memory.trained_weights",
+            f"{config.method} trains adapters, which are small and stay in fp32",
+            "Set the trained weights to auto.",
+        )
+    if compute != "bf16":
+        raise refused(
+            "memory.trained_weights",
+            f"Weights in bf16 are computed with in bf16, and this run computes in {compute}",
+            "Set the precision to bf16, or the trained weights to fp32.",
+        )
+    return {"trained_format": "bf16"}
+
+
+def _compiled(config: RunConfig, device: Device) -> dict[str, Any]:
+    mode = config.memory.compile
+    if mode in ("auto", "off"):
+        return {}
+    if mode == "reduce-overhead" and device.kind != "cuda":
+        raise refused(
+            "memory.compile",
+            f"CUDA graphs need an NVIDIA card, and {device.name} is none",
+            "Choose default, or auto.",
+        )
+    return {"compiled": True, "compile_mode": mode}
+
+
+def _attention(config: RunConfig, architecture: Architecture, device: Device, compute: Precision) -> str:
+    wish = config.memory.attention
+    needs_eager = architecture.family in EAGER_ONLY
+    if wish == "auto":
+        return "eager" if needs_eager else "sdpa"
+    if needs_eager and wish != "eager":
+        raise refused(
+            "memory.attention",
+            f"{architecture.name} ({architecture.family}) has attention that {wish} has no kernel for",
+            "Choose eager, or auto.",
+        )
+    if wish == "flash" and (device.kind != "cuda" or compute not in ("bf16", "fp16")):
+        what = f"{device.name} is none" if device.kind != "cuda" else f"this run computes in {compute}"
+        raise refused(
+            "memory.attention",
+            f"FlashAttention 2 needs an NVIDIA or AMD card and 16-bit numbers; {what}",
+            "Choose sdpa: torch's own kernel is as fast on most cards.",
+        )
+    return wish
+
+
+def _input_tier(config: RunConfig, device: Device) -> str:
+    if config.memory.activations != "offload":
+        return "device"
+    if device.kind == "cpu":
+        raise refused(
+            "memory.activations",
+            "Without a card the inputs of recomputed blocks are in RAM already",
+            "Choose recompute, or auto.",
+        )
+    return "host"
