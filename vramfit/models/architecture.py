@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
 from vramfit.errors import ModelError
 from vramfit.models import families
+from vramfit.models.config_keys import known_keys, tidy
 from vramfit.models.families import Family
 
 
@@ -79,7 +80,8 @@ class Linear:
 class Architecture:
     """A decoder's shape. Widths are numbers of features, `vocab_size` is rows of the embedding as stored.
 
-    `counted`: its family is not described, and `extra_params` makes up for what the shape alone does not say.
+    `counted`: its family is not described, and `extra_params` makes up for what the shape alone does not say. `notes`
+    say what was assumed in reading it, one sentence each.
     """
 
     name: str
@@ -119,6 +121,7 @@ class Architecture:
     counted: bool = False
     extra_params: int = 0
     published_params: int | None = None
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def q_width(self) -> int:
@@ -323,24 +326,27 @@ class Architecture:
 def from_config(values: Mapping[str, Any], name: str) -> Architecture:
     """The architecture a config.json describes. `name` is how messages call the model.
 
-    Raises ModelError: no or unknown model_type, a field that is missing or no positive number, a checkpoint whose
-    weights are stored in a form that cannot be trained (GPTQ, AWQ), or a model that is not a decoder.
+    A key that is missing means what `transformers` takes it for, and `notes` say so. The five sizes without which
+    nothing is known may be missing in a part of a larger model's file only: there `transformers` itself leaves out
+    what is as in the family's first model.
+
+    Raises ModelError: no or unknown model_type, a size that is missing, a field that is no positive number, a
+    checkpoint whose weights are stored in a form that cannot be trained (GPTQ, AWQ), or a model that is not a decoder.
     """
     if not isinstance(values, Mapping):
         raise ModelError(f"config.json of {name} holds no settings", "Download the model's folder again.")
     _refuse_untrainable(values, name)
+    part = values.get("text_config")
+    nested = isinstance(part, Mapping)
+    if isinstance(part, Mapping):
+        outer = {key: values[key] for key in ("model_type", "tie_word_embeddings") if key in values}
+        values = {**outer, **part}
+        _refuse_untrainable(values, name)
     model_type = values.get("model_type")
-    if isinstance(values.get("text_config"), Mapping):
-        values = {
-            "model_type": model_type,
-            "tie_word_embeddings": values.get("tie_word_embeddings"),
-            **values["text_config"],
-        }
-        model_type = values.get("model_type")
     family_name = families.ALIASES.get(str(model_type), str(model_type))
     if family_name not in families.FAMILIES:
         raise _unknown_family(model_type, name)
-    return _Reader(values, family_name, name).architecture()
+    return _Reader(values, family_name, name, nested=nested).architecture()
 
 
 def is_described(values: object) -> bool:
@@ -391,26 +397,31 @@ def _unknown_family(model_type: object, name: str) -> ModelError:
 
 
 class _Reader:
-    """Reads one family's config.json, naming the field in every complaint."""
+    """Reads one family's config.json, naming the field in every complaint and noting what is assumed."""
 
-    def __init__(self, values: Mapping[str, Any], family_name: str, name: str) -> None:
-        self.values, self.family_name, self.name = values, family_name, name
+    def __init__(self, values: Mapping[str, Any], family_name: str, name: str, *, nested: bool) -> None:
+        self.family_name, self.name, self.nested = family_name, name, nested
         self.family: Family = families.FAMILIES[family_name]
+        self.known = known_keys(family_name)
+        self.values = self.known.renamed(values)
+        self.assumed: dict[str, Any] = {}
 
     def architecture(self) -> Architecture:
         """All fields, then what only this family has."""
-        hidden, heads = self.number("hidden_size"), self.number("heads")
+        hidden, layers, heads = self.size("hidden_size"), self.size("layers"), self.size("heads")
+        vocab_size = self.size("vocab_size")
         special = _SPECIAL.get(self.family_name, _nothing)(self, hidden)
         fields: dict[str, Any] = {
-            "kv_heads": self.number("kv_heads", default=heads),
+            "kv_heads": heads if "kv_heads" in special else self._kv_heads(heads),
             "head_dim": self._head_dim(hidden, heads),
             "mlp_width": 0 if "mlp_width" in special else self._mlp_width(hidden),
-            "activation": str(self.values.get(self.key("activation")) or self.family.activation),
-            "tied_embeddings": self.tied(),
+            "max_position": self.number("max_position", default=2048),
+            "activation": self._activation(),
+            "tied_embeddings": self.switch("tie_word_embeddings", self.family.tied),
             "sliding_window": self._sliding_window(),
             "residual_dropout": self._dropout(),
-            "logit_softcap": self.values.get("final_logit_softcapping"),
-            "attn_softcap": self.values.get("attn_logit_softcapping"),
+            "logit_softcap": self._cap("final_logit_softcapping"),
+            "attn_softcap": self._cap("attn_logit_softcapping"),
             "latent": self._latent() if self.family.latent else None,
             "experts": self._experts(self.family.experts) if self.family.experts else None,
             **self.family.facts,
@@ -421,10 +432,10 @@ class _Reader:
             name=self.name,
             family=self.family_name,
             hidden_size=hidden,
-            layers=self.number("layers"),
+            layers=layers,
             heads=heads,
-            vocab_size=self.number("vocab_size"),
-            max_position=self.number("max_position", default=2048),
+            vocab_size=vocab_size,
+            notes=self._notes(),
             **fields,
         )
         self._check_heads(architecture)
@@ -434,45 +445,100 @@ class _Reader:
         """The config.json key of an Architecture field; "" when this family has none."""
         return self.family.keys.get(field, families.USUAL_KEYS[field])
 
-    def number(self, field: str, *, default: int | None = None) -> int:
-        """A positive whole number under the family's key for `field`."""
+    def size(self, field: str) -> int:
+        """One of the sizes that a file must have. Those of a larger model's part may be left out."""
         key = self.key(field)
-        return self.at(key, default=default) if key else self._default(field, default)
+        if self.nested and key not in self.values and self.known.defaults.get(key) is not None:
+            return self.at(key)
+        return self._whole(key, self.values.get(key)) if self.values.get(key) is not None else self._missing(key)
 
-    def _default(self, key: str, default: int | None) -> int:
-        if default is None:
-            raise self.wrong(key, "is missing")
-        return default
+    def number(self, field: str, *, default: int) -> int:
+        """A positive whole number under the family's key for `field`; `default` where it has no such key."""
+        key = self.key(field)
+        return self.at(key, default=default) if key else default
 
     def at(self, key: str, *, default: int | None = None, zero: bool = False) -> int:
-        """A whole number above 0 (or 0 and up) under `key`; null and absent mean `default`."""
-        value = self.values.get(key)
+        """A whole number above 0 (or 0 and up) under `key`.
+
+        Absent means the family's default, and where that is null, or the file says null, `default`: what null means.
+        """
+        value = self.value(key)
         if value is None:
-            return self._default(key, default)
+            found = self._missing(key) if default is None else default
+        else:
+            found = self._whole(key, value, zero=zero)
+        if key not in self.values:
+            self.assumed[key] = found
+        return found
+
+    def value(self, key: str) -> Any:
+        """What the file says, else the family's default, which is noted. Null where the family allows it."""
+        if key not in self.values:
+            if key not in self.known.defaults:
+                return None
+            self.assumed[key] = self.known.defaults[key]
+            return self.known.defaults[key]
+        found = self.values[key]
+        if found is None and self.known.needs_value(key):
+            raise self.wrong(key, "is null, and it must have a value")
+        return found
+
+    def _whole(self, key: str, value: Any, *, zero: bool = False) -> int:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise self.wrong(key, f"is {value!r}, not a number")
+            raise self.wrong(key, f"is {tidy(value)}, not a number")
         if value != int(value) or value < (0 if zero else 1) or value > 2**40:
             least = "0 or more" if zero else "a whole number above 0"
-            raise self.wrong(key, f"is {value!r}, and it must be {least}")
+            raise self.wrong(key, f"is {tidy(value)}, and it must be {least}, at most 2^40")
         return int(value)
 
+    def _missing(self, key: str) -> Any:
+        raise self.wrong(key, "is missing")
+
     def switch(self, key: str, default: bool) -> bool:
-        """A yes-or-no setting; null and absent mean `default`."""
-        value = self.values.get(key)
+        """A yes-or-no setting; null and absent mean `default` where the family's class has no such key."""
+        value = self.value(key)
         if value is None:
             return default
         if not isinstance(value, (bool, int)):
-            raise self.wrong(key, f"is {value!r}, not true or false")
+            raise self.wrong(key, f"is {tidy(value)}, not true or false")
         return bool(value)
+
+    def _notes(self) -> tuple[str, ...]:
+        """What the file does not say, in a sentence or two."""
+        both: dict[bool, list[str]] = {True: [], False: []}
+        for key, value in sorted(self.assumed.items()):
+            both[key in self.known.defaults].append(f"{key} ({'none' if value is None else tidy(value)})")
+        theirs, ours = ", ".join(both[True]), ", ".join(both[False])
+        notes = [f"config.json does not say {theirs}: taken as transformers does"] if theirs else []
+        return (*notes, *([f"config.json does not say {ours}: assumed"] if ours else []))
+
+    def _kv_heads(self, heads: int) -> int:
+        return self.number("kv_heads", default=heads)
+
+    def _activation(self) -> str:
+        value = self.value(self.key("activation"))
+        if value is not None and not isinstance(value, str):
+            raise self.wrong(self.key("activation"), f"is {tidy(value)}, not the name of an activation")
+        return value or self.family.activation
+
+    def _cap(self, key: str) -> float | None:
+        """A bound of scores or logits; null and absent mean none, unless the family has one."""
+        value = self.value(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise self.wrong(key, f"is {tidy(value)}, and it must be a number above 0, or null")
+        return float(value)
 
     def _mlp_width(self, hidden: int) -> int:
         """Only in some families does a missing width mean something, and then this; in Llama's it is a broken file."""
-        return self.number("mlp_width", default=4 * hidden if self.family_name in families.FOUR_TIMES_WIDE else None)
-
-    def tied(self) -> bool:
-        return self.switch("tie_word_embeddings", self.family.tied)
+        if self.family_name in families.FOUR_TIMES_WIDE:
+            return self.number("mlp_width", default=4 * hidden)
+        return self.size("mlp_width")
 
     def wrong(self, key: str, problem: str) -> ModelError:
+        if self.assumed.get(key) is not None:
+            problem = f"is missing, and as transformers takes it {problem}"
         return ModelError(
             f"config.json of {self.name} ({self.family_name}): {key} {problem}",
             "Download the model's folder again, or correct the file.",
@@ -480,13 +546,13 @@ class _Reader:
 
     def _head_dim(self, hidden: int, heads: int) -> int:
         key = self.key("head_dim")
-        if self.values.get(key) is not None:
-            return self.at(key)
         if self.family.latent:
             return self.at("qk_nope_head_dim") + self.at("qk_rope_head_dim")
+        if self.value(key) is not None:
+            return self.at(key)
         if hidden % heads:
             raise self.wrong(self.key("hidden_size"), f"is {hidden}, which {heads} heads do not divide")
-        return hidden // heads
+        return self.at(key, default=hidden // heads) if key in self.known.defaults else hidden // heads
 
     def _check_heads(self, architecture: Architecture) -> None:
         if architecture.heads % architecture.kv_heads:
@@ -499,18 +565,27 @@ class _Reader:
             raise self.wrong(self.family.experts.active, f"is {experts.active}, but there are {experts.count} experts")
 
     def _dropout(self) -> bool | None:
-        """Whether any of the usual keys names a share above 0; None where none is there."""
-        shares = [self.values[key] for key in families.DROPOUT_KEYS if isinstance(self.values.get(key), (int, float))]
-        return any(share > 0 for share in shares) if shares else None
+        """Whether any of the usual keys names a share above 0; None where the family has none."""
+        there = [key for key in families.DROPOUT_KEYS if key in self.known.defaults or key in self.values]
+        return any(self._share(key) > 0 for key in there) if there else None
+
+    def _share(self, key: str) -> float:
+        value = self.value(key)
+        if value is None:
+            return 0.0
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+            raise self.wrong(key, f"is {tidy(value)}, and it must be 0 to 1")
+        return float(value)
 
     def _sliding_window(self) -> int | None:
-        if self.values.get("sliding_window") is None or self.values.get("use_sliding_window") is False:
+        given, used = self.value("sliding_window"), self.switch("use_sliding_window", True)
+        if given is None or not used:
             return None
         return self.at("sliding_window", zero=True) or None
 
     def _latent(self) -> LatentAttention:
         return LatentAttention(
-            q_rank=self.at("q_lora_rank", default=0, zero=True),
+            q_rank=self.at("q_lora_rank", default=0, zero=True),  # null: queries are projected directly
             kv_rank=self.at("kv_lora_rank"),
             rope_dim=self.at("qk_rope_head_dim"),
             nope_dim=self.at("qk_nope_head_dim"),
@@ -519,23 +594,41 @@ class _Reader:
 
     def _experts(self, keys: families.ExpertKeys) -> Experts | None:
         count_key = next((key for key in (keys.count, *_EXPERT_COUNTS) if key in self.values), keys.count)
-        if self.at(count_key, zero=True) == 0:
+        count = self.at(count_key, zero=True)
+        if count == 0:
             return None
         width = self.at(keys.width)
         shared = self.at(keys.shared_width, default=0, zero=True) if keys.shared_width else 0
         if keys.shared_count:
             shared = width * self.at(keys.shared_count, default=0, zero=True)
-        dense = self.values.get(keys.dense_layers) or () if keys.dense_layers else ()
         return Experts(
-            count=self.at(count_key),
+            count=count,
             active=self.at(keys.active),
             expert_width=width,
             shared_width=shared,
-            first_moe_layer=self.at(keys.first_dense, default=0, zero=True) if keys.first_dense else 0,
+            first_moe_layer=self._first_with_experts(keys.first_dense),
             every=self.at(keys.every, default=1) if keys.every else 1,
-            dense_layers=tuple(int(layer) for layer in dense),
+            dense_layers=self._layer_list(keys.dense_layers),
             **keys.facts,
         )
+
+    def _first_with_experts(self, key: str) -> int:
+        """How many blocks come before the first with experts: newer files name each block's kind."""
+        kinds = self.values.get("mlp_layer_types")
+        if kinds is None:
+            return self.at(key, default=0, zero=True) if key else 0
+        if not isinstance(kinds, list) or sorted(map(str, kinds)) != kinds or not {*kinds} <= {"dense", "sparse"}:
+            raise self.wrong("mlp_layer_types", f"is {tidy(kinds)}, not a list of dense blocks and then sparse ones")
+        return kinds.count("dense")
+
+    def _layer_list(self, key: str) -> tuple[int, ...]:
+        """Numbers of blocks, from 0; null and absent mean none."""
+        given = self.value(key) if key else None
+        if given is None:
+            return ()
+        if not isinstance(given, list) or any(isinstance(one, bool) or not isinstance(one, int) for one in given):
+            raise self.wrong(key, f"is {tidy(given)}, not a list of numbers of blocks")
+        return tuple(given)
 
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -547,7 +640,7 @@ def _nothing(reader: _Reader, hidden: int) -> dict[str, Any]:
 
 
 def _gpt2(reader: _Reader, hidden: int) -> dict[str, Any]:
-    return {"position": "learned", "learned_positions": reader.number("max_position")}
+    return {"position": "learned", "learned_positions": reader.number("max_position", default=2048)}
 
 
 def _gpt_bigcode(reader: _Reader, hidden: int) -> dict[str, Any]:
@@ -558,20 +651,18 @@ def _gpt_bigcode(reader: _Reader, hidden: int) -> dict[str, Any]:
 def _opt(reader: _Reader, hidden: int) -> dict[str, Any]:
     """OPT's position table has two rows more; its 350M embeds in a narrower space and has no final norm."""
     narrow = reader.at("word_embed_proj_dim", default=hidden)
-    ends_with_norm = reader.switch("do_layer_norm_before", True) and not reader.switch(
-        "_remove_final_layer_norm", False
-    )
+    before, removed = reader.switch("do_layer_norm_before", True), reader.switch("_remove_final_layer_norm", False)
     return {
         "position": "learned",
-        "learned_positions": reader.number("max_position") + 2,
+        "learned_positions": reader.number("max_position", default=2048) + 2,
         "embed_proj_dim": narrow if narrow != hidden else None,
-        "final_norm": ends_with_norm,
+        "final_norm": before and not removed,
     }
 
 
 def _falcon(reader: _Reader, hidden: int) -> dict[str, Any]:
     """Three generations: one kv head; all heads (rw); grouped kv heads with two norms (40B and later)."""
-    heads = reader.number("heads")
+    heads = reader.size("heads")
     new = reader.switch("new_decoder_architecture", False)
     parallel = reader.switch("parallel_attn", True) or new
     kv_heads = 1 if reader.switch("multi_query", True) else heads

@@ -11,6 +11,7 @@ from typing import Any, Final
 from vramfit.errors import ModelError
 from vramfit.models import families
 from vramfit.models.architecture import Architecture, Experts, LatentAttention
+from vramfit.models.config_keys import known_keys
 from vramfit.models.families import ExpertKeys
 
 
@@ -36,8 +37,11 @@ def config_values(architecture: Architecture, *, layers: int | None = None) -> d
         values[family.experts.count] = 0
     if architecture.latent is not None:
         values |= _latent(architecture.latent)
-    if architecture.sliding_window is not None:
-        values["sliding_window"] = architecture.sliding_window
+    known = known_keys(architecture.family).defaults
+    if "sliding_window" in known or architecture.sliding_window is not None:
+        values["sliding_window"] = architecture.sliding_window  # null is none, where absent is the family's
+    if "use_sliding_window" in known:
+        values["use_sliding_window"] = architecture.sliding_window is not None
     values |= {
         "final_logit_softcapping": architecture.logit_softcap,
         "attn_logit_softcapping": architecture.attn_softcap,

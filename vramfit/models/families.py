@@ -324,7 +324,7 @@ EAGER_ONLY: Final = frozenset({"gemma2", "gpt_oss", "gpt_neo", "mpt", "bloom"})
 WIDE_LAYER_NORM: Final[Mapping[str, str]] = {"olmo": "kernel", "cohere": "written", "cohere2": "written"}
 """Families whose LayerNorm works on an fp32 copy: by torch's kernel, or written out in Python."""
 
-DROPS_OUT: Final = frozenset({"gpt2", "gpt_bigcode", "gpt_neo", "opt", "seed_oss"})
+DROPS_OUT: Final = frozenset({"gpt2", "gpt_bigcode", "opt", "seed_oss"})
 """Families whose branches drop out a tenth unless their config says 0."""
 
 DROPOUT_KEYS: Final = ("resid_pdrop", "resid_dropout", "residual_dropout", "hidden_dropout", "dropout")

@@ -179,7 +179,7 @@ def test_a_multimodal_config_is_read_by_its_text_part() -> None:
         ({"num_hidden_layers": -3}, "num_hidden_layers is -3"),
         ({"vocab_size": "many"}, "vocab_size is 'many', not a number"),
         ({"vocab_size": float("nan")}, "vocab_size is nan, not a number"),
-        ({"vocab_size": True}, "vocab_size is True, not a number"),
+        ({"vocab_size": True}, "vocab_size is true, not a number"),
         ({"intermediate_size": 96.5}, "intermediate_size is 96.5"),
         ({"num_attention_heads": 5}, "hidden_size is 64, which 5 heads do not divide"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3, which does not divide the 4 heads"),
