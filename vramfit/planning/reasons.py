@@ -36,6 +36,7 @@ def reasons(search: Search, found: Candidate) -> Iterator[Choice]:
     yield _recompute_choice(config, found, search.architecture)
     yield _loss_choice(config, plan, search.architecture, search.workload)
     yield _weights_choice(plan)
+    yield from _optimizer_choices(config, plan)
     yield from _place_choices(plan, search.architecture)
 
 
@@ -96,12 +97,30 @@ def _place_choices(plan: Plan, architecture: Architecture) -> Iterator[Choice]:
     if plan.optimizer_tier != "device":
         reason = f"States live in {places[plan.optimizer_tier]}, and the step is done by the CPU"
         yield Choice(setting="optimizer states", value=places[plan.optimizer_tier], reason=reason)
-    if plan.optimizer_bits < 32:
-        reason = "States in blocks with a scale each take a quarter of the memory"
-        yield Choice(setting="optimizer", value=f"{plan.optimizer_bits}-bit AdamW", reason=reason)
     if plan.input_tier != "device" and plan.weights_tier == "device":
         reason = "What a block is given waits in RAM for its backward, and comes back ahead of it"
         yield Choice(setting="block inputs", value="RAM", reason=reason)
+
+
+def _optimizer_choices(config: RunConfig, plan: Plan) -> Iterator[Choice]:
+    """The optimizer, wherever it is not AdamW in 32 bits after backward; and compiled blocks."""
+    wishes = config.memory
+    name = {"adamw": "AdamW", "sgd": "SGD"}.get(plan.optimizer, plan.optimizer.capitalize())
+    if plan.optimizer != "adamw" or plan.optimizer_bits < 32:
+        fixed = wishes.optimizer != "auto" or wishes.optimizer_bits != "auto"
+        share = {8: "a quarter", 4: "an eighth"}.get(plan.optimizer_bits)
+        reason = f"States in blocks with a scale each take {share} of the memory" if share else "You set it"
+        yield Choice(setting="optimizer", value=f"{plan.optimizer_bits}-bit {name}", reason=reason, fixed=fixed)
+    if plan.optimizer_paged:
+        reason = "You set it: the driver moves states to RAM when the card runs short"
+        yield Choice(setting="optimizer states", value="paged", reason=reason, fixed=True)
+    if plan.optimizer_in_backward:
+        norm = "the gradient's norm is found in a pass before it" if plan.clip_passes == 2 else "one pass"
+        reason = "You set it: each gradient is used up as soon as it is there, so they never all exist"
+        yield Choice(setting="optimizer step", value=f"in backward, {norm}", reason=reason, fixed=True)
+    if plan.compiled:
+        fixed = wishes.compile != "auto"
+        yield Choice(setting="compile", value=plan.compile_mode, reason="You set it" if fixed else "", fixed=fixed)
 
 
 def _precision_choice(plan: Plan, device: Device, *, fixed: bool) -> Choice:
@@ -168,7 +187,13 @@ def _recompute_choice(config: RunConfig, found: Candidate, architecture: Archite
         reason = "Activations of all blocks do not fit, so each block is computed again in backward: a third more work"
     else:
         reason = f"Activations of {architecture.layers - plan.recompute} blocks fit; the others are computed again"
-    value = "keep" if plan.recompute == 0 else f"recompute {plan.recompute} of {architecture.layers} blocks"
+    value = (
+        "keep in 8 bits"
+        if plan.compress
+        else "keep"
+        if plan.recompute == 0
+        else f"recompute {plan.recompute} of {architecture.layers} blocks"
+    )
     return Choice(setting="activations", value=value, reason=reason, fixed=fixed)
 
 
@@ -197,4 +222,6 @@ def _weights_choice(plan: Plan) -> Choice:
     reason = reasons[plan.weight_format]
     if plan.weight_format == "fp32" and plan.lora_rank:
         reason = "The frozen base is stored as it is computed with"
+    if plan.weight_format == "bf16" and not plan.lora_rank:
+        reason = "You set it: rounded stochastically, so that small updates are not lost on average"
     return Choice(setting="weights", value=plan.weight_format, reason=reason)

@@ -25,6 +25,7 @@ from vramfit.planning.wishes import refused
 
 _MOST_TOKENS_PER_PASS: Final = 2**17
 _NEARLY_AS_FAST: Final = 1.02
+_WORTH_ROUNDING: Final = 1.1
 
 FamilyName = Literal[
     "on the device",
@@ -48,6 +49,11 @@ class Family:
     @property
     def streams(self) -> bool:
         return "weights_tier" in self.changes
+
+    @property
+    def rounds(self) -> bool:
+        """Whether it changes the numbers of a run, a little."""
+        return "optimizer_bits" in self.changes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +146,7 @@ class Search:
         adamw = trains_all and self.start.plan.optimizer == "adamw"
         if adamw and wishes.optimizer_bits == "auto":
             yield Family(name="8-bit optimizer", changes={"optimizer_bits": 8})
-        if not keep and wishes.activations != "offload":
+        if wishes.activations == "auto":
             yield Family(name="block inputs in RAM", changes={"input_tier": "host"})
         if trains_all and wishes.optimizer_place == "auto" and not self.start.plan.optimizer_in_backward:
             yield Family(name="optimizer in RAM", changes={"optimizer_tier": "host"})
@@ -186,8 +192,16 @@ class Search:
         return self._known[family.name]
 
     def best(self) -> Candidate | None:
-        """The fastest that fits of all families; of those nearly as fast, the one that needs least."""
-        return quickest([candidate for candidate in self.bests if candidate.fits])
+        """The fastest that fits of all families; of those nearly as fast, the one that needs least.
+
+        One that rounds its numbers has to be a tenth faster than all that do not.
+        """
+        fitting = [candidate for candidate in self.bests if candidate.fits]
+        fastest = quickest(fitting)
+        exact = quickest([candidate for candidate in fitting if not candidate.family.rounds])
+        if fastest is None or exact is None:
+            return fastest
+        return exact if exact.speed.step_seconds <= _WORTH_ROUNDING * fastest.speed.step_seconds else fastest
 
     def fitting(self, family: Family) -> list[Candidate]:
         """For each micro-batch size the quickest of `family` that fits it. Larger sizes stop where nothing fits."""
