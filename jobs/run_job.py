@@ -17,6 +17,7 @@ from jobs import processes
 from jobs.attempt import Attempt
 from jobs.job import Job
 from jobs.store import Store
+from vramfit.engine.accelerators import prepare_allocator
 from vramfit.engine.threads import let_threads_sleep
 from vramfit.errors import UserError
 from vramfit.training import checkpoint
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--attempt", type=int, help="refuse to run when this is not the job's attempt any more")
     options = parser.parse_args(arguments)
     let_threads_sleep()  # before anything imports torch
+    prepare_allocator()  # the same
     try:
         with Store(options.data_dir) as store:
             return run(store, options.id, attempt=options.attempt)

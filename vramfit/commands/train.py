@@ -13,6 +13,7 @@ from typing import Never
 from tqdm import tqdm
 
 from vramfit.config import RunConfig
+from vramfit.engine.accelerators import prepare_allocator
 from vramfit.places import cache_folder, default_data_folder, open_data_folder
 from vramfit.planning.plan import Forecast
 from vramfit.training.metrics import Evaluation, Event, PhaseProgress, Recorder, StepMetrics, Telemetry, TextSample
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Train and record. Ctrl-C saves a checkpoint and ends. Raises UserError."""
+    prepare_allocator()  # before the loop imports torch
     # The one place where the library's command line reaches up to the job store: a run started here is to be seen in
     # the panel. Nothing that a user's script imports comes this way.
     from jobs.foreground import foreground_job

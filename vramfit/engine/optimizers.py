@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vramfit.config import ScheduleChoice
+from vramfit.engine.accelerators import backend_of
 from vramfit.engine.schedule import learning_rate_at as learning_rate_at
 from vramfit.errors import ModelError
 from vramfit.planning.plan import Plan
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     import torch
 
 _EPSILON = 1e-8
-FUSED_DEVICES = ("cuda", "xpu", "mps", "cpu")
 
 
 def build_optimizer(model: torch.nn.Module, schedule: ScheduleChoice, plan: Plan) -> torch.optim.Optimizer:
@@ -30,7 +30,7 @@ def build_optimizer(model: torch.nn.Module, schedule: ScheduleChoice, plan: Plan
         lr=0.0,
         betas=(schedule.beta1, schedule.beta2),
         eps=_EPSILON,
-        fused=plan.device.partition(":")[0] in FUSED_DEVICES,
+        fused=backend_of(plan.device).fused,
     )
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from vramfit.engine.accelerators import peak_of, reset_peak
+
 # The profiler's library prints a line at each start and stop unless told not to. It reads this on first use.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
@@ -28,8 +30,7 @@ class PeakMeter:
         self._steps = 0
         self._largest_tokens = 0
         self._cpu_peak = 0
-        if device.type not in ("cpu", "mps"):  # what loading took is not a step's
-            torch.accelerator.reset_peak_memory_stats(device.index or 0)
+        reset_peak(device)  # what loading took is not a step's
 
     @contextlib.contextmanager
     def watch(self, tokens: int) -> Iterator[None]:
@@ -50,14 +51,10 @@ class PeakMeter:
 
     def read(self) -> tuple[int, int]:
         """(allocated, reserved) peaks in bytes since the last call. Without a card reserved is 0."""
-        kind = self._device.type
-        if kind == "cpu":
+        if self._device.type == "cpu":
             return self._cpu_peak, 0
-        if kind == "mps":  # keeps no peaks: what is there now
-            return torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory()
-        index = self._device.index or 0
-        peaks = torch.accelerator.max_memory_allocated(index), torch.accelerator.max_memory_reserved(index)
-        torch.accelerator.reset_peak_memory_stats(index)
+        peaks = peak_of(self._device)
+        reset_peak(self._device)
         return peaks
 
     def _live_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """Which numbers a step computes in: fp32, or bf16 / fp16 autocast, and fp16's loss scaling.
 
-Weights keep their own format; autocast computes matrix products in 16 bits and leaves reductions in fp32. The vendor
-appears nowhere: a device is the string torch knows it by ("cuda:0", "xpu:0", "mps", "cpu").
+Weights keep their own format; autocast computes matrix products in 16 bits and leaves reductions in fp32. What a device
+computes in is asked of `vramfit.engine.accelerators`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from vramfit.config import Precision
+from vramfit.engine.accelerators import has_hardware
 from vramfit.errors import ConfigError, Problem
 
 DTYPES: dict[str, torch.dtype] = {
@@ -37,10 +38,9 @@ class PrecisionChoice:
 
 def choose_precision(device: str | torch.device) -> PrecisionChoice:
     """The compute format that suits a device when nobody planned one: fp32 on the CPU, 16 bits on a card."""
-    kind = torch.device(device).type
-    if kind == "cpu":
+    if torch.device(device).type == "cpu":
         return PrecisionChoice(compute="fp32", reason="CPUs without 16-bit units are many times slower in bf16")
-    if _has_bf16(torch.device(device)):
+    if has_hardware(device, "bf16"):
         return PrecisionChoice(compute="bf16", reason="this card computes in bf16, which needs no loss scaling")
     return PrecisionChoice(compute="fp16", reason="this card has no bf16, so fp16 with loss scaling is used")
 
@@ -75,12 +75,3 @@ def loss_scaler(
     # It makes its scale when it first scales something; we put the scale into the loss's divisor ourselves.
     scaler.scale(torch.zeros((), device=device))
     return scaler
-
-
-def _has_bf16(device: torch.device) -> bool:
-    if device.type == "cuda":
-        # Cards before Ampere report emulated bf16, which is slower than fp32: count only hardware.
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    if device.type == "xpu":
-        return bool(torch.xpu.is_bf16_supported())
-    return device.type == "mps"

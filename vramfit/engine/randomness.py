@@ -7,26 +7,21 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from vramfit.engine.accelerators import generator_state, set_generator_state
+
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
     """The generators' states as uint8 tensors on the CPU: `cpu`, and `device` where the device has its own."""
     states = {"cpu": torch.get_rng_state()}
-    if device.type == "mps":
-        states["device"] = torch.mps.get_rng_state()
-    elif device.type != "cpu":
-        states["device"] = torch.get_device_module(device).get_rng_state(device)
-    return states
+    own = generator_state(device)
+    return states if own is None else {**states, "device": own}
 
 
 def set_random_state(device: torch.device, states: Mapping[str, torch.Tensor]) -> None:
     """Put `random_state`'s result back. A state of another kind of device is left alone."""
     torch.set_rng_state(states["cpu"].cpu())
-    if "device" not in states or device.type == "cpu":
-        return
-    if device.type == "mps":
-        torch.mps.set_rng_state(states["device"].cpu())
-    else:
-        torch.get_device_module(device).set_rng_state(states["device"].cpu(), device)
+    if "device" in states:
+        set_generator_state(device, states["device"])
 
 
 @contextlib.contextmanager

@@ -9,6 +9,8 @@ import gc
 
 import torch
 
+from vramfit.engine.accelerators import empty_cache
+
 _CPU_MESSAGES = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "bad allocation")
 
 
@@ -22,10 +24,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def release_memory(device: torch.device) -> None:
     """Give cached memory back after a failed attempt, so that smaller pieces find room in one piece."""
     gc.collect()
-    if device.type == "mps":
-        torch.mps.empty_cache()
-    elif device.type != "cpu":
-        torch.accelerator.empty_cache()
+    empty_cache(device)
 
 
 def halves(rows: int) -> tuple[int, int]:
