@@ -21,10 +21,9 @@ from typing import Any, Literal
 
 import psutil
 
-DeviceKind = Literal["cuda", "rocm", "xpu", "mps", "cpu"]
+from vramfit.hardware.processor import this_processor
 
-FP32_FLOPS_PER_CORE = 45e9
-"""What torch's fp32 matrix products reach on one core with AVX2, measured: 85 to 100 GFLOP/s on two busy ones."""
+DeviceKind = Literal["cuda", "rocm", "xpu", "mps", "cpu"]
 
 _CHILD_SECONDS = 40.0
 
@@ -50,7 +49,7 @@ class Device:
     reach of that at great length, `units` how many processors share a product's tiles (0: unknown), `peer_bandwidth`
     one direction between two such cards (0: they go through RAM). `ram_bandwidth`, `disk_read` and `disk_write` are of
     the machine it is in, `launch_seconds` what a kernel costs its host, `products` what shapes of products were
-    measured here.
+    measured here. `rates_note`: what assumed rates were taken from, as a sentence.
     """
 
     kind: DeviceKind
@@ -76,6 +75,7 @@ class Device:
     launch_seconds: float = 0.0
     products: tuple[ProductRate, ...] = ()
     rates: Literal["catalogue", "measured", "assumed"] = "assumed"
+    rates_note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,6 +388,7 @@ def _cards_of_torch(notes: list[str]) -> list[Device]:
 
 def _cpu(ram: int, free: int, cores: int) -> Device:
     """The CPU as a device: RAM is its memory. 16-bit arithmetic works but is slower than fp32 nearly everywhere."""
+    processor = this_processor()
     return Device(
         kind="cpu",
         name=f"CPU ({cores} cores)" if cores > 1 else "CPU (1 core)",
@@ -397,7 +398,10 @@ def _cpu(ram: int, free: int, cores: int) -> Device:
         free_bytes=free,
         bf16=False,
         fp16=False,
-        flops={"fp32": FP32_FLOPS_PER_CORE * cores},
+        flops={"fp32": processor.flops(cores)},
+        memory_bandwidth=processor.bandwidth(cores),
+        ram_bandwidth=processor.bandwidth(cores),
+        rates_note=processor.told(cores),
     )
 
 

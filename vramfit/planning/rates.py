@@ -24,7 +24,6 @@ from typing import Final, Literal
 
 from vramfit.config import Precision
 from vramfit.hardware.devices import Device, ProductRate
-from vramfit.units import MIB
 
 RateSource = Literal["catalogue", "measured", "assumed"]
 
@@ -78,7 +77,6 @@ _USUAL_INPUTS: Final = 4096
 _CPU_REACH: Final = 0.82
 _CPU_HALF_ROWS: Final = 16
 _CPU_HALF_WIDTH: Final = 8
-_CPU_CACHE: Final = 4 * MIB
 
 
 @dataclass(frozen=True)
@@ -137,11 +135,12 @@ class Rates:
         return self.dense * self.reach * waves * inputs / (inputs + k0) * (1 + k0 / _USUAL_INPUTS)
 
 
-def rates_of(device: Device, compute: Precision, *, block_bytes: float = 0.0, compiled: bool = False) -> Rates:
-    """What `device` reaches in `compute`; what nobody knows is assumed, and the source says so. `block_bytes`: weights
-    that a CPU's caches would have to hold."""
+def rates_of(device: Device, compute: Precision, *, compiled: bool = False) -> Rates:
+    """What `device` reaches in `compute`; what nobody knows is assumed, and the source says so."""
     on_cpu = device.kind == "cpu"
     dense, source = dense_rate(device, compute)
+    if not device.memory_bandwidth:
+        source = "assumed"
     measured = tuple(rate for rate in device.products if rate.dtype == compute)
     bandwidth = device.memory_bandwidth * (1.0 if device.rates == "measured" else STREAMED)
     forward, backward = FORWARD_LAUNCH_SECONDS, BACKWARD_LAUNCH_SECONDS
@@ -155,7 +154,7 @@ def rates_of(device: Device, compute: Precision, *, block_bytes: float = 0.0, co
     through_ram = COLLECTIVE_THROUGH_RAM * link
     return Rates(
         dense=dense,
-        reach=_CPU_REACH * cpu_cached(block_bytes) if on_cpu else device.reach,
+        reach=_CPU_REACH if on_cpu else device.reach,
         attention_reach=device.attention_reach,
         units=device.units or _ASSUMED_UNITS,
         bandwidth=bandwidth or (ASSUMED_RAM_BANDWIDTH if on_cpu else STREAMED * ASSUMED_BANDWIDTH),
@@ -186,13 +185,6 @@ def dense_rate(device: Device, compute: Precision) -> tuple[float, RateSource]:
     if device.kind == "cpu":
         return device.flops.get("fp32", ASSUMED_FLOPS["fp32"] / 100) / SLOW_16_BIT_ON_CPU, "assumed"
     return ASSUMED_FLOPS[compute], "assumed"
-
-
-def cpu_cached(block_bytes: float) -> float:
-    """What a CPU keeps of its rate when a block's weights leave its caches and are read from RAM again and again:
-    products then reach up to 40 % less. Three measurements on two cores agree within a third: the starter (2 x 128
-    wide) about 70 GFLOP/s, an 18.7 M Llama 50, LoRA of SmolLM2-135M 45, where products alone reach 90."""
-    return 1.0 - 0.4 * block_bytes / (block_bytes + _CPU_CACHE)
 
 
 def _interpolated(measured: tuple[ProductRate, ...], rows: float, width: float) -> float:

@@ -95,7 +95,7 @@ def estimate_speed(
     padded, share = padded_length(plan, workload), workload.trained_share
     flops = sequences * padded * flops_per_token(architecture, plan, length=padded, trained_share=share)
     again = sequences * padded * _recomputed_flops(architecture, plan, padded)
-    rates = rates_of(device, plan.compute, block_bytes=4.0 * architecture.block_params, compiled=plan.compiled)
+    rates = rates_of(device, plan.compute, compiled=plan.compiled)
     step = _Step(
         architecture=architecture,
         plan=plan,
