@@ -80,6 +80,18 @@ BACKENDS: Final[dict[str, Backend]] = {
 }
 
 
+OUT_OF_MEMORY_WORDS: Final = (
+    "out of memory",  # what drivers and most allocators say
+    "out_of_device_memory",  # Level Zero
+    "alloc_failed",  # cuBLAS, cuDNN
+    "can't allocate memory",  # torch on the CPU: a plain RuntimeError
+    "not enough memory",
+    "cannot allocate memory",
+    "bad allocation",
+)
+"""Parts of messages, in small letters, of errors that are not of torch's class for it but mean the same."""
+
+
 def backend_of(device: DeviceLike) -> Backend:
     """The row of a device, which need not be in this machine. A kind that is not in the table can nothing special."""
     kind = _kind(device)

@@ -16,11 +16,10 @@ from vramfit.engine.loss import Batch, Targets, TokenLoss, model_inputs, targets
 from vramfit.engine.peak import PeakMeter
 from vramfit.engine.precision import autocast, loss_scaler
 from vramfit.engine.randomness import random_state, set_random_state
-from vramfit.engine.recovery import halves, is_out_of_memory, release_memory
+from vramfit.engine.recovery import Recovery, is_out_of_memory
 from vramfit.engine.update import finish_step
-from vramfit.errors import CheckpointError, DataError, WontFit
+from vramfit.errors import CheckpointError, DataError
 from vramfit.planning.plan import Plan
-from vramfit.units import format_bytes
 
 _MODEL, _OPTIMIZER, _RANDOM = "model.", "optimizer.", "random."
 
@@ -91,6 +90,8 @@ class Piece:
         )
 
     def cut(self, most_rows: int) -> list[Piece]:
+        if most_rows >= self.rows:
+            return [self]
         return [self.part(start, start + most_rows) for start in range(0, self.rows, most_rows)]
 
 
@@ -112,7 +113,14 @@ class ResidentExecutor:
         self.loss_kind, self.loss_reason = self._loss.kind, self._loss.reason
         self._scaler = loss_scaler(plan.device, plan.compute, trained=list(self._trained.values()))
         self._peak = PeakMeter(model, optimizer, self.device)
-        self._most_rows = 0  # what memory has shown to bear; 0: not yet known to be limited
+        self.recovery = Recovery(
+            model,
+            optimizer,
+            device=self.device,
+            scaler=self._scaler,
+            rows_are="sequences",
+            budget_bytes=plan.budget_bytes,
+        )
         recompute_blocks(model, plan.recompute)
         model.train()
 
@@ -123,18 +131,17 @@ class ResidentExecutor:
         (their number, without weights): how the step is cut into micro-batches does not change it. Raises DataError
         when no token carries loss, and WontFit when memory runs out even with a single sequence at a time.
         """
-        pieces = [piece for batch in micro_batches for piece in self._cut(Piece.of(batch))]
-        largest = max((piece.input_ids.numel() for piece in pieces), default=0)
+        batches = [Piece.of(batch) for batch in micro_batches]
+        largest = max((piece.input_ids.numel() for batch in batches for piece in self._cut(batch)), default=0)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         with self._peak.watch(largest):
-            losses, trained, recovered = self._accumulate(pieces)
-            try:
-                return self._finish(losses, trained, recovered)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                raise self._no_room_for_optimizer(error) from error
+            return self.recovery.run(
+                lambda most_rows: self._accumulate([piece for batch in batches for piece in batch.cut(most_rows)]),
+                lambda made, recovered: self._finish(*made, recovered),
+                rows=max((batch.rows for batch in batches), default=1),
+                largest=_a_single(batches),
+            )
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[float, int]:
         """(weighted mean loss over the trained tokens, their number), without dropout and without changing anything.
@@ -150,7 +157,7 @@ class ResidentExecutor:
                     targets = targets_of(waiting[0])
                     loss, failure = self._try_loss(waiting[0], targets)
                     if failure:
-                        self._shrink([waiting[0]], failure)
+                        self.recovery.make_room(waiting[0].rows, failure, _a_single(waiting[:1]))
                         waiting = [part for piece in waiting for part in self._cut(piece)]
                         continue
                     total, tokens, weight = total + loss, tokens + targets.count, weight + targets.weight
@@ -176,7 +183,10 @@ class ResidentExecutor:
         for name, state in random_state(self.device).items():
             tensors[_RANDOM + name] = state
         # Which rows go through together decides the last bits, and which dropout they meet.
-        return tensors, {"scaler": self._scaler.state_dict() if self._scaler else None, "most_rows": self._most_rows}
+        return tensors, {
+            "scaler": self._scaler.state_dict() if self._scaler else None,
+            "most_rows": self.recovery.most_rows,
+        }
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Put the result of `state` back, bit for bit. Raises CheckpointError when it is of another model."""
@@ -193,35 +203,12 @@ class ResidentExecutor:
                 self._set_optimizer_state(self._trained[parameter_name], key, value)
         if self._scaler and values.get("scaler"):
             self._scaler.load_state_dict(dict(values["scaler"]))
-        self._most_rows = int(values.get("most_rows", 0))
+        self.recovery.most_rows = int(values.get("most_rows", 0))
         states = {name.removeprefix(_RANDOM): value for name, value in tensors.items() if name.startswith(_RANDOM)}
         set_random_state(self.device, states)
 
     def _cut(self, piece: Piece) -> list[Piece]:
-        if self._most_rows and piece.rows > self._most_rows:
-            return piece.cut(self._most_rows)
-        return [piece]
-
-    def _accumulate(self, pieces: Sequence[Piece]) -> tuple[list[Tensor], Trained, str]:
-        """Gradients of the whole step in `.grad`, again in smaller pieces when memory runs out."""
-        before = random_state(self.device)
-        recovered = ""
-        while True:
-            try:
-                losses, trained = self._try_accumulate(pieces)
-                return losses, trained, recovered
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                failure = str(error)
-            # Outside the except block: while it lasts, the traceback keeps the failed attempt's tensors alive.
-            self.optimizer.zero_grad(set_to_none=True)
-            largest = self._shrink(pieces, failure)
-            pieces = [part for piece in pieces for part in self._cut(piece)]
-            set_random_state(self.device, before)
-            recovered = (
-                f"Memory ran out with {largest} sequences at a time; the step was repeated with {self._most_rows}"
-            )
+        return piece.cut(self.recovery.most_rows or piece.rows)
 
     def _try_loss(self, piece: Piece, targets: Targets) -> tuple[float, str]:
         """(summed loss, ""), or (0, why memory ran out)."""
@@ -234,16 +221,8 @@ class ResidentExecutor:
                 raise
             return 0.0, str(error) or type(error).__name__
 
-    def _shrink(self, pieces: Sequence[Piece], failure: str) -> int:
-        """Memory ran out: from now on half as many rows at once. Returns how many they were, or raises WontFit."""
-        largest = max(piece.rows for piece in pieces)
-        if largest == 1:
-            raise self._wont_fit(pieces, failure)
-        self._most_rows = halves(largest)[0]
-        release_memory(self.device)
-        return largest
-
-    def _try_accumulate(self, pieces: Sequence[Piece]) -> tuple[list[Tensor], Trained]:
+    def _accumulate(self, pieces: Sequence[Piece]) -> tuple[list[Tensor], Trained]:
+        """Gradients of the whole step in `.grad`, and its losses piece by piece."""
         targets = [targets_of(piece) for piece in pieces]
         trained = Trained.of(targets)
         if trained.tokens == 0:
@@ -302,31 +281,10 @@ class ResidentExecutor:
         device = self.device if key != "step" or fused else torch.device("cpu")
         self.optimizer.state[parameter][key] = value.to(device, copy=True)
 
-    def _no_room_for_optimizer(self, error: BaseException) -> WontFit:
-        """Its states are made at the first step and all gradients are there: smaller pieces would not help."""
-        allocated, _ = self.memory()
-        first_line = str(error).splitlines()[0] if str(error) else "out of memory"
-        return WontFit(
-            f"Memory ran out in the optimizer's step, beside {format_bytes(allocated)} of tensors ({first_line})",
-            needed_bytes=max(allocated, self.plan.budget_bytes),
-            available_bytes=self.plan.budget_bytes,
-            phase="step",
-            suggestions=("End other programs that use this memory, or choose lora or qlora, which train far less.",),
-        )
 
-    def _wont_fit(self, pieces: Sequence[Piece], failure: str) -> WontFit:
-        longest = max(piece.input_ids.shape[1] for piece in pieces)
-        allocated, _ = self.memory()
-        first_line = failure.splitlines()[0] if failure else "out of memory"
-        return WontFit(
-            f"Memory ran out with a single sequence of {longest} tokens at a time ({first_line})",
-            needed_bytes=max(allocated, self.plan.budget_bytes),
-            available_bytes=self.plan.budget_bytes,
-            phase="step",
-            suggestions=(
-                f"Use sequences shorter than {longest} tokens, recompute activations, or choose lora or qlora.",
-            ),
-        )
+def _a_single(pieces: Sequence[Piece]) -> str:
+    longest = max((piece.input_ids.shape[1] for piece in pieces), default=0)
+    return f"a single sequence of {longest} tokens"
 
 
 def _no_tokens(where: str) -> DataError:
