@@ -8,6 +8,7 @@ import json
 from vramfit.commands import wish
 from vramfit.errors import WontFit
 from vramfit.planning.plan import Forecast
+from vramfit.planning.reasons import ASSUMED
 from vramfit.units import format_bytes, format_count, format_duration
 
 add_arguments = wish.add_arguments
@@ -30,21 +31,22 @@ def _show(forecast: Forecast, *, as_json: bool) -> None:
 def describe(forecast: Forecast) -> str:
     """The estimate in a few lines of text."""
     memory, speed, plan = forecast.memory, forecast.speed, forecast.plan
-    workload = forecast.workload
+    workload, where = forecast.workload, "RAM" if plan.device == "cpu" else "Device memory"
     lines = [
         f"Data            {workload.sequences:,} sequences of {workload.mean_tokens:,.0f} tokens on average, "
         f"the longest {workload.longest_tokens:,}{'' if workload.exact else ' (estimated)'}",
-        f"Device memory   {format_bytes(memory.device_bytes)} of {format_bytes(plan.budget_bytes)} "
+        f"{where:<16}{format_bytes(memory.device_bytes)} of {format_bytes(plan.budget_bytes)} "
         f"({'fits' if forecast.fits else 'does not fit'})",
         f"  peak          {format_bytes(memory.peak_bytes)} allocated, in the phase {memory.peak.name} "
         f"({format_bytes(memory.low_bytes)} to {format_bytes(memory.high_bytes)})",
     ]
     lines += [f"    {kind:<12}{format_bytes(size)}" for kind, size in memory.peak.parts.items() if size]
     lines += [
-        f"Host RAM        {format_bytes(memory.host_bytes)}",
+        *([] if plan.device == "cpu" else [f"Host RAM        {format_bytes(memory.host_bytes)}"]),
         f"Disk            {format_bytes(memory.disk_bytes)}",
         f"Speed           {format_count(speed.tokens_per_s)} tokens/s, {speed.step_seconds:.2f} s a step "
         f"(rates: {speed.rate_source})",
         f"Time            {format_duration(forecast.seconds)} for {forecast.steps} steps",
     ]
+    lines += [f"Assumed         {choice.reason.rstrip('.')}" for choice in plan.reasons if choice.setting == ASSUMED]
     return "\n".join(lines)

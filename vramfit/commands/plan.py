@@ -7,6 +7,7 @@ import json
 
 from vramfit.commands import wish
 from vramfit.commands.estimate import describe
+from vramfit.planning.reasons import ASSUMED
 
 add_arguments = wish.add_arguments
 
@@ -18,6 +19,8 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps(forecast.to_json(), ensure_ascii=False, indent=1))
         return
     for choice in forecast.plan.reasons:
+        if choice.setting == ASSUMED:  # told below, with the estimate
+            continue
         chosen_by = "you" if choice.fixed else "auto"
         print(f"{choice.setting:<20} {choice.value:<16} ({chosen_by}) {choice.reason}")
     if forecast.alternatives:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +18,7 @@ from vramfit.places import cache_folder, default_data_folder
 from vramfit.planning.plan import Forecast, Workload
 from vramfit.planning.planner import forecast_run
 from vramfit.planning.start import length_limit
+from vramfit.sentences import say
 from vramfit.starter.corpus import corpus_workload
 from vramfit.yaml_text import YamlProblem, load_yaml
 
@@ -71,13 +73,13 @@ def forecast_from(options: argparse.Namespace) -> Forecast:
     """The planner's answer to the command line. Raises UserError."""
     config = config_from(options)
     architecture = architecture_of(config.model)
-    limit = length_limit(config, architecture)
-    return forecast_run(
-        config,
-        architecture=architecture,
-        machine=machine_from(options),
-        workload=workload_of(config, max_length=limit, named=bool(options.config or options.data)),
-    )
+    limit, named = length_limit(config, architecture), bool(options.config or options.data)
+    machine = machine_from(options)
+    if not named and config.model.source != STARTER_MODEL:
+        note = say("assumed.data", sequences=f"{ASSUMED_SEQUENCES:,}")
+        machine = dataclasses.replace(machine, notes=(*machine.notes, note))
+    work = workload_of(config, max_length=limit, named=named)
+    return forecast_run(config, architecture=architecture, machine=machine, workload=work)
 
 
 def config_from(options: argparse.Namespace) -> RunConfig:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from vramfit.errors import HardwareError
 from vramfit.hardware.devices import Device, DeviceKind, Machine
-from vramfit.units import GIB
+from vramfit.sentences import say
+from vramfit.units import GIB, format_bytes
 
 _FILE = Path(__file__).with_name("cards.json")
 _VENDOR_WORDS = frozenset({"nvidia", "geforce", "amd", "radeon", "intel", "graphics", "gpu", "rtx", "arc", "rx"})
@@ -18,7 +19,8 @@ IDLE_BYTES = int(0.35 * GIB)
 """What a card of the shop loses before any program starts: firmware and the driver's own tables."""
 
 ASSUMED_RAM_GIB = 64
-"""RAM of a machine one only plans for, when nobody says. Shown as an assumption."""
+ASSUMED_DISK_GIB = 500
+"""RAM of a machine one only plans for, when nobody says, and free disk. Shown as assumptions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,16 +94,15 @@ def machine_with(card: Card | str, count: int = 1, ram_gib: float | None = None)
     known = card if isinstance(card, Card) else get(card)
     ram = int((ram_gib or ASSUMED_RAM_GIB) * GIB)
     devices = tuple(_device(known, index) for index in range(count))
-    notes: tuple[str, ...] = (f"Planned for {count} x {known.name}, which this machine need not have.",)
-    if ram_gib is None:
-        notes += (f"{ASSUMED_RAM_GIB} GiB of RAM are assumed.",)
+    disk = format_bytes(ASSUMED_DISK_GIB * GIB)
+    told = say("assumed.disk", disk=disk) if ram_gib else say("assumed.ram", ram=format_bytes(ram), disk=disk)
     return Machine(
         devices=devices,
         ram_bytes=ram,
         ram_free_bytes=int(ram * 0.9),
-        disk_free_bytes=500 * GIB,
+        disk_free_bytes=ASSUMED_DISK_GIB * GIB,
         cpu_cores=8,
-        notes=notes,
+        notes=(told,),
     )
 
 

@@ -24,6 +24,8 @@ from typing import Final
 
 import psutil
 
+from vramfit.sentences import Sentence, say
+
 ASSUMED_CLOCK: Final = 2.5e9
 BYTES_PER_CORE: Final = 12e9
 BYTES_OF_ALL: Final = 36e9
@@ -49,12 +51,9 @@ class Processor:
         """Bytes/s that `cores` of them read or write."""
         return min(cores * BYTES_PER_CORE, BYTES_OF_ALL)
 
-    def told(self, cores: int) -> str:
+    def told(self, cores: int) -> Sentence:
         """What its rate was taken from, as a note."""
-        return (
-            f"The CPU's speed is assumed from {cores} {'cores' if cores > 1 else 'core'} with {self.vectors} at "
-            f"{self.clock / 1e9:.1f} GHz, until it is measured (calibrate)."
-        )
+        return say("assumed.cpu", cores=cores, vectors=self.vectors, clock=f"{self.clock / 1e9:.1f}")
 
 
 @cache

@@ -12,6 +12,7 @@ from vramfit.errors import ModelError
 from vramfit.models import families
 from vramfit.models.config_keys import known_keys, tidy
 from vramfit.models.families import Family
+from vramfit.sentences import say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -508,9 +509,8 @@ class _Reader:
         both: dict[bool, list[str]] = {True: [], False: []}
         for key, value in sorted(self.assumed.items()):
             both[key in self.known.defaults].append(f"{key} ({'none' if value is None else tidy(value)})")
-        theirs, ours = ", ".join(both[True]), ", ".join(both[False])
-        notes = [f"config.json does not say {theirs}: taken as transformers does"] if theirs else []
-        return (*notes, *([f"config.json does not say {ours}: assumed"] if ours else []))
+        names = {True: "assumed.keys", False: "assumed.ours"}
+        return tuple(say(names[known], keys=", ".join(keys)) for known, keys in both.items() if keys)
 
     def _kv_heads(self, heads: int) -> int:
         return self.number("kv_heads", default=heads)

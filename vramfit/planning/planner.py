@@ -15,7 +15,7 @@ from vramfit.hardware.devices import Machine
 from vramfit.models.architecture import Architecture
 from vramfit.planning.abilities import ENGINE, Abilities
 from vramfit.planning.plan import Forecast, Workload
-from vramfit.planning.reasons import alternatives, reasons
+from vramfit.planning.reasons import alternatives, assumptions, reasons
 from vramfit.planning.remedies import check_host_and_disk, wont_fit
 from vramfit.planning.search import Candidate, Search
 
@@ -41,7 +41,8 @@ def forecast_run(
     found = search.best()
     if found is None:
         least = search.least()
-        forecast = dataclasses.replace(_forecast(search, least), plan=least.plan)  # its reasons assume that it fits
+        told = dataclasses.replace(least.plan, reasons=tuple(assumptions(search)))  # the other reasons say that it fits
+        forecast = dataclasses.replace(_forecast(search, least), plan=told)
         if least.memory.device_bytes <= least.plan.budget_bytes:
             check_host_and_disk(search, forecast)
         raise wont_fit(search, forecast)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from vramfit.config import RunConfig
 from vramfit.hardware.devices import Device
 from vramfit.models.architecture import Architecture
 from vramfit.planning.abilities import missing
 from vramfit.planning.plan import Alternative, Choice, Plan, Workload
+from vramfit.planning.rates import rates_of
 from vramfit.planning.search import Candidate, Search
 from vramfit.planning.start import USUAL_LENGTH, sequences_of_step
+from vramfit.sentences import Sentence, say
 from vramfit.units import format_bytes
+
+ASSUMED: Final = "assumed"
+"""The setting under which `reasons` gives what was assumed."""
 
 
 def reasons(search: Search, found: Candidate) -> Iterator[Choice]:
@@ -20,9 +26,8 @@ def reasons(search: Search, found: Candidate) -> Iterator[Choice]:
     if search.architecture.counted:
         yield Choice(
             setting="model",
-            value=f"{search.architecture.params:,} parameters",
-            reason=f"VRAMFit does not know the family {search.architecture.family!r}: its parameters were counted, and "
-            "its blocks are taken for a Llama's of the same widths",
+            value=say("model.parameters", count=f"{search.architecture.params:,}"),
+            reason=say("model.counted", family=search.architecture.family),
         )
     yield Choice(
         setting="memory budget",
@@ -38,6 +43,29 @@ def reasons(search: Search, found: Candidate) -> Iterator[Choice]:
     yield _weights_choice(plan)
     yield from _optimizer_choices(config, plan)
     yield from _place_choices(plan, search.architecture)
+    yield from assumptions(search)
+
+
+def assumptions(search: Search) -> Iterator[Choice]:
+    """What nobody said, so that it was assumed: the answer changes with it."""
+    yield from (assumed("model", note) for note in search.architecture.notes)
+    yield from (assumed("machine", note) for note in search.machine.notes)
+    device, compute = search.device, search.start.plan.compute
+    rates = rates_of(device, compute)
+    if rates.source == "assumed":
+        note = device.rates_note or say(
+            "assumed.card",
+            name=device.name,
+            flops=f"{rates.dense / 1e12:.3g}",
+            format=compute,
+            bandwidth=f"{rates.bandwidth / 1e9:.0f}",
+        )
+        yield assumed("speed", note)
+
+
+def assumed(what: str, note: str) -> Choice:
+    """An assumption as a reason beside the others."""
+    return Choice(setting=ASSUMED, value=what, reason=note)
 
 
 def alternatives(search: Search, chosen: Candidate | None) -> Iterator[Alternative]:
@@ -56,50 +84,42 @@ def alternatives(search: Search, chosen: Candidate | None) -> Iterator[Alternati
         )
 
 
-def _why_not(found: Candidate, chosen: Candidate | None) -> str:
+def _why_not(found: Candidate, chosen: Candidate | None) -> Sentence:
     """Why another family was not taken."""
     if found.memory.device_bytes > found.plan.budget_bytes:
-        return (
-            f"It needs {format_bytes(found.memory.device_bytes)} on the device at its peak "
-            f"({found.memory.peak.name}), and {format_bytes(found.plan.budget_bytes)} are available"
+        return say(
+            "other.device",
+            needed=format_bytes(found.memory.device_bytes),
+            phase=found.memory.peak.name,
+            available=format_bytes(found.plan.budget_bytes),
         )
     if not found.fits_ram:
         needed, there = format_bytes(found.memory.host_bytes), format_bytes(found.ram_bytes)
-        return f"It needs {needed} of RAM, and there are {there}"
+        return say("other.ram", needed=needed, available=there)
     if chosen is None:
-        return f"It would fit in {format_bytes(found.memory.device_bytes)}"
+        return say("other.fits", size=format_bytes(found.memory.device_bytes))
     slower = found.speed.step_seconds / chosen.speed.step_seconds - 1
     if slower <= 0:
-        return (
-            f"This version cannot run it: it needs {', '.join(missing(found.plan))}"
-            if missing(found.plan)
-            else ("It is as fast, and needs more memory")
-        )
-    return f"It fits, and a step takes {slower:.0%} longer"
+        return say("other.lacks", needs=missing(found.plan)) if missing(found.plan) else say("other.memory")
+    return say("other.slower", share=f"{slower:.0%}")
 
 
 def _place_choices(plan: Plan, architecture: Architecture) -> Iterator[Choice]:
     """Where things live, wherever that is not the device."""
-    places = {"host": "RAM", "disk": "a file"}
     if plan.cards > 1:
-        reason = (
-            "Weights, gradients and states are split, and each block is gathered when it is needed"
-            if plan.sharding == "fsdp"
-            else "Each card holds everything and takes its part of the step; gradients are summed"
-        )
+        reason = say("cards.fsdp" if plan.sharding == "fsdp" else "cards.ddp")
         yield Choice(setting="cards", value=f"{plan.cards} ({plan.sharding.upper()})", reason=reason)
     if plan.weights_tier != "device":
         yield Choice(
             setting="streaming",
-            value=f"{architecture.layers - plan.resident_blocks} of {architecture.layers} blocks",
-            reason=f"They live in {places[plan.weights_tier]} and visit the device one by one; the others stay",
+            value=say("streaming.blocks", count=architecture.layers - plan.resident_blocks, layers=architecture.layers),
+            reason=say("streaming", place=say(f"place.{plan.weights_tier}")),
         )
     if plan.optimizer_tier != "device":
-        reason = f"States live in {places[plan.optimizer_tier]}, and the step is done by the CPU"
-        yield Choice(setting="optimizer states", value=places[plan.optimizer_tier], reason=reason)
+        place = say(f"place.{plan.optimizer_tier}")
+        yield Choice(setting="optimizer states", value=place, reason=say("optimizer.place", place=place))
     if plan.input_tier != "device" and plan.weights_tier == "device":
-        reason = "What a block is given waits in RAM for its backward, and comes back ahead of it"
-        yield Choice(setting="block inputs", value="RAM", reason=reason)
+        yield Choice(setting="block inputs", value=say("place.host"), reason=say("inputs.host"))
 
 
 def _optimizer_choices(config: RunConfig, plan: Plan) -> Iterator[Choice]:
@@ -108,51 +128,42 @@ def _optimizer_choices(config: RunConfig, plan: Plan) -> Iterator[Choice]:
     name = {"adamw": "AdamW", "sgd": "SGD"}.get(plan.optimizer, plan.optimizer.capitalize())
     if plan.optimizer != "adamw" or plan.optimizer_bits < 32:
         fixed = wishes.optimizer != "auto" or wishes.optimizer_bits != "auto"
-        share = {8: "a quarter", 4: "an eighth"}.get(plan.optimizer_bits)
-        reason = f"States in blocks with a scale each take {share} of the memory" if share else "You set it"
+        reason = say({8: "optimizer.quarter", 4: "optimizer.eighth"}.get(plan.optimizer_bits, "you"))
         yield Choice(setting="optimizer", value=f"{plan.optimizer_bits}-bit {name}", reason=reason, fixed=fixed)
     if plan.optimizer_paged:
-        reason = "You set it: the driver moves states to RAM when the card runs short"
-        yield Choice(setting="optimizer states", value="paged", reason=reason, fixed=True)
+        yield Choice(setting="optimizer states", value="paged", reason=say("optimizer.paged"), fixed=True)
     if plan.optimizer_in_backward:
-        norm = "the gradient's norm is found in a pass before it" if plan.clip_passes == 2 else "one pass"
-        reason = "You set it: each gradient is used up as soon as it is there, so they never all exist"
-        yield Choice(setting="optimizer step", value=f"in backward, {norm}", reason=reason, fixed=True)
+        way = say("optimizer.backward.two" if plan.clip_passes == 2 else "optimizer.backward.one")
+        yield Choice(setting="optimizer step", value=way, reason=say("optimizer.backward"), fixed=True)
     if plan.compiled:
         fixed = wishes.compile != "auto"
-        yield Choice(setting="compile", value=plan.compile_mode, reason="You set it" if fixed else "", fixed=fixed)
+        yield Choice(setting="compile", value=plan.compile_mode, reason=say("you") if fixed else "", fixed=fixed)
 
 
 def _precision_choice(plan: Plan, device: Device, *, fixed: bool) -> Choice:
     if fixed:
         slow = device.kind == "cpu" and plan.compute != "fp32"
-        reason = "You set it" + ("; without 16-bit units a CPU is about 18 times slower in it" if slow else "")
+        reason = say("precision.slow" if slow else "you")
     elif device.kind == "cpu":
-        reason = "CPUs without 16-bit units are many times slower in bf16"
-    elif plan.compute == "bf16":
-        reason = "The card computes in bf16, twice as fast as fp32 and without loss scaling"
-    elif plan.compute == "fp16":
-        reason = "The card has no bf16, so fp16 with loss scaling is used"
+        reason = say("precision.cpu")
     else:
-        reason = "The device computes in fp32 only"
+        reason = say(f"precision.{plan.compute if plan.compute in ('bf16', 'fp16') else 'fp32'}")
     return Choice(setting="precision", value=plan.compute, reason=reason, fixed=fixed)
 
 
 def _length_choice(config: RunConfig, plan: Plan, architecture: Architecture, workload: Workload) -> Choice:
     fixed = config.data.max_length != "auto"
     if fixed:
-        reason = "You set it"
-        if plan.max_length > architecture.max_position:
-            reason += (
-                f", beyond the {architecture.max_position} positions the model was made for: expect poor text there"
-            )
+        beyond = plan.max_length > architecture.max_position
+        reason = say("length.beyond", positions=architecture.max_position) if beyond else say("you")
     elif plan.max_length >= workload.longest_tokens:
-        reason = f"The longest sequence has {workload.longest_tokens} tokens"
+        reason = say("length.longest", count=workload.longest_tokens)
     elif plan.max_length == architecture.max_position:
-        reason = "The model has no more positions"
+        reason = say("length.positions")
     else:
-        reason = f"Longer sequences are cut: {USUAL_LENGTH} tokens keep the memory of a step small"
-    return Choice(setting="max length", value=f"{plan.max_length} tokens", reason=reason, fixed=fixed)
+        reason = say("length.cut", count=USUAL_LENGTH)
+    value = say("length.tokens", count=plan.max_length)
+    return Choice(setting="max length", value=value, reason=reason, fixed=fixed)
 
 
 def _batch_choice(config: RunConfig, found: Candidate, workload: Workload) -> Choice:
@@ -161,18 +172,12 @@ def _batch_choice(config: RunConfig, found: Candidate, workload: Workload) -> Ch
     fixed = config.memory.micro_batch != "auto"
     value = f"{plan.micro_batch} x {plan.accumulation}"
     if fixed and config.memory.micro_batch != plan.micro_batch:
-        reason = f"You set it to {config.memory.micro_batch}, and a step has {sequences} sequences"
-    elif fixed:
-        reason = (
-            f"You set the micro-batch to {plan.micro_batch}; {plan.accumulation} of them make a step of {sequences}"
-        )
-    elif plan.accumulation == 1:
-        reason = f"All {sequences} sequences of a step fit at once, which is fastest"
+        reason = say("batch.fewer", wish=config.memory.micro_batch, sequences=sequences)
+    elif not fixed and plan.accumulation == 1:
+        reason = say("batch.all", sequences=sequences)
     else:
-        reason = (
-            f"{plan.micro_batch} at a time, {plan.accumulation} times, make a step of {sequences} sequences: more at a "
-            "time would not fit, or be less than 2 % faster"
-        )
+        key = "batch.set" if fixed else "batch.parts"
+        reason = say(key, size=plan.micro_batch, times=plan.accumulation, sequences=sequences)
     return Choice(setting="micro-batch", value=value, reason=reason, fixed=fixed)
 
 
@@ -180,20 +185,17 @@ def _recompute_choice(config: RunConfig, found: Candidate, architecture: Archite
     plan = found.plan
     fixed = config.memory.activations != "auto"
     if fixed:
-        reason = "You set it"
+        reason = say("you")
     elif plan.recompute == 0:
-        reason = "All activations fit, and keeping them is fastest"
+        reason = say("activations.fit")
     elif plan.recompute == architecture.layers:
-        reason = "Activations of all blocks do not fit, so each block is computed again in backward: a third more work"
+        reason = say("activations.none")
     else:
-        reason = f"Activations of {architecture.layers - plan.recompute} blocks fit; the others are computed again"
-    value = (
-        "keep in 8 bits"
-        if plan.compress
-        else "keep"
-        if plan.recompute == 0
-        else f"recompute {plan.recompute} of {architecture.layers} blocks"
-    )
+        reason = say("activations.some", count=architecture.layers - plan.recompute)
+    if plan.recompute and not plan.compress:
+        value = say("activations.recompute", count=plan.recompute, layers=architecture.layers)
+    else:
+        value = say("activations.compress" if plan.compress else "activations.keep")
     return Choice(setting="activations", value=value, reason=reason, fixed=fixed)
 
 
@@ -202,26 +204,21 @@ def _loss_choice(config: RunConfig, plan: Plan, architecture: Architecture, work
     tokens = plan.micro_batch * min(plan.max_length, workload.longest_tokens)
     whole = format_bytes(12.0 * tokens * architecture.vocab_size)
     if fixed:
-        reason = "You set it"
+        reason = say("you")
     elif plan.loss == "full":
-        reason = f"{architecture.family} changes its logits after the head, so its own forward makes them: {whole}"
+        reason = say("loss.full", family=architecture.family, size=whole)
     elif tokens <= plan.loss_chunk_tokens:
-        reason = "All logits of a micro-batch are one small chunk, whose gradient is taken at once"
+        reason = say("loss.one")
     else:
-        reason = f"At most {plan.loss_chunk_tokens} rows of logits are there at once, instead of {whole} for all"
+        reason = say("loss.chunks", rows=plan.loss_chunk_tokens, size=whole)
     return Choice(setting="loss", value=plan.loss, reason=reason, fixed=fixed)
 
 
 def _weights_choice(plan: Plan) -> Choice:
-    reasons = {
-        "nf4": "The frozen base is stored in 4 bits, adapters are trained in fp32",
-        "fp32": "Trained weights stay in fp32: in 16 bits most small updates would be rounded away",
-        "bf16": "The frozen base is stored as it is computed with, adapters are trained in fp32",
-        "fp16": "The frozen base is stored as it is computed with, adapters are trained in fp32",
-    }
-    reason = reasons[plan.weight_format]
-    if plan.weight_format == "fp32" and plan.lora_rank:
-        reason = "The frozen base is stored as it is computed with"
-    if plan.weight_format == "bf16" and not plan.lora_rank:
-        reason = "You set it: rounded stochastically, so that small updates are not lost on average"
-    return Choice(setting="weights", value=plan.weight_format, reason=reason)
+    if plan.weight_format == "nf4":
+        key = "weights.nf4"
+    elif plan.lora_rank:
+        key = "weights.frozen" if plan.weight_format == "fp32" else "weights.frozen16"
+    else:
+        key = "weights.fp32" if plan.weight_format == "fp32" else "weights.bf16"
+    return Choice(setting="weights", value=plan.weight_format, reason=say(key))

@@ -11,6 +11,7 @@ from vramfit.hardware.devices import Device
 from vramfit.models.architecture import Architecture
 from vramfit.planning.plan import Plan, WeightFormat, Workload
 from vramfit.planning.wishes import refused, wished
+from vramfit.sentences import say
 from vramfit.units import GIB, MIB, format_bytes
 
 USUAL_LENGTH: Final = 2048
@@ -102,11 +103,8 @@ def _budget(config: RunConfig, device: Device) -> tuple[int, str]:
     """Bytes the run may use, and why: what is free less a reserve, or the wish as far as it is free."""
     reserve = _reserve(device)
     free = max(0, device.free_bytes - reserve)
-    place = "RAM" if device.kind == "cpu" else f"{device.name}'s memory"
-    there = (
-        f"{format_bytes(device.free_bytes)} of {place} are free, less {format_bytes(reserve)} kept in reserve for "
-        "everything else that runs"
-    )
+    place = say("place.host") if device.kind == "cpu" else say("budget.card", name=device.name)
+    there = say("budget.free", free=format_bytes(device.free_bytes), place=place, reserve=format_bytes(reserve))
     if config.memory.budget_gib == "auto":
         return free, there
     wish = int(config.memory.budget_gib * GIB)
@@ -118,8 +116,8 @@ def _budget(config: RunConfig, device: Device) -> tuple[int, str]:
             "Set it to auto or to less.",
         )
     if wish > device.free_bytes:
-        return free, f"You asked for {format_bytes(wish)}, but only {there}"
-    return wish, "You set it"
+        return free, say("budget.short", wish=format_bytes(wish), free=there)
+    return wish, say("you")
 
 
 def _reserve(device: Device) -> int:

@@ -67,7 +67,7 @@ def test_a_machine_to_plan_for_has_the_cards_and_says_what_it_assumes() -> None:
 
     assert [device.torch_device for device in machine.devices] == [f"cuda:{index}" for index in range(8)]
     assert machine.devices[0].rates == "catalogue"
-    assert any("64 GiB of RAM are assumed" in note for note in machine.notes)
+    assert any("64.0 GiB of RAM and 500.0 GiB of free disk are assumed" in note for note in machine.notes)
     assert catalogue.machine_with("A770", ram_gib=32).device("xpu:0").bf16
     assert catalogue.machine_with("A770", ram_gib=32).ram_bytes == 32 * GIB
 

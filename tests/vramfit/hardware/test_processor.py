@@ -60,7 +60,7 @@ def test_cores_add_up_and_share_the_memory() -> None:
     core = Processor(flops_per_cycle=32, clock=3e9, vectors="AVX2")
     assert core.flops(8) == 8 * 96e9
     assert [core.bandwidth(cores) for cores in (1, 2, 3, 16)] == [12e9, 24e9, 36e9, 36e9]
-    assert "8 cores with AVX2 at 3.0 GHz" in core.told(8)
+    assert "8 core(s) with AVX2 at 3.0 GHz" in core.told(8)
 
 
 def test_this_machine_s_processor_is_told() -> None:

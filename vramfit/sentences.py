@@ -1,0 +1,98 @@
+"""What is said of a plan: sentences that carry their name and their numbers, so that any language can say them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+Value = str | int | tuple[str, ...]
+"""What stands in a sentence. Strings that are sentences themselves are told in the same language; a tuple lists what a
+version lacks."""
+
+
+class Sentence(str):
+    """English text that knows which of ENGLISH it is (`key`) and what was put into it (`values`)."""
+
+    key: str
+    values: Mapping[str, Value]
+
+    def __new__(cls, text: str, key: str = "", values: Mapping[str, Value] | None = None) -> Sentence:
+        made = super().__new__(cls, text)
+        made.key, made.values = key, values or {}
+        return made
+
+
+def say(key: str, **values: Value) -> Sentence:
+    """The sentence called `key` with its values."""
+    shown = {name: ", ".join(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return Sentence(ENGLISH[key].format(**shown), key, values)
+
+
+ENGLISH: Final[Mapping[str, str]] = {
+    "you": "You set it",
+    "model.counted": "VRAMFit does not know the family '{family}': its parameters were counted, and its blocks are "
+    "taken for a Llama's of the same widths",
+    "model.parameters": "{count} parameters",
+    "budget.free": "{free} of {place} are free, less {reserve} kept in reserve for everything else that runs",
+    "budget.short": "You asked for {wish}, but only {free}",
+    "budget.card": "{name}'s memory",
+    "precision.slow": "You set it; without 16-bit units a CPU is about 18 times slower in it",
+    "precision.cpu": "CPUs without 16-bit units are many times slower in bf16",
+    "precision.bf16": "The card computes in bf16, twice as fast as fp32 and without loss scaling",
+    "precision.fp16": "The card has no bf16, so fp16 with loss scaling is used",
+    "precision.fp32": "The device computes in fp32 only",
+    "length.tokens": "{count} tokens",
+    "length.beyond": "You set it, beyond the {positions} positions the model was made for: expect poor text there",
+    "length.longest": "The longest sequence has {count} tokens",
+    "length.positions": "The model has no more positions",
+    "length.cut": "Longer sequences are cut: {count} tokens keep the memory of a step small",
+    "batch.fewer": "You set it to {wish}, and a step has {sequences} sequences",
+    "batch.set": "You set the micro-batch to {size}; {times} of them make a step of {sequences}",
+    "batch.all": "All {sequences} sequences of a step fit at once, which is fastest",
+    "batch.parts": "{size} at a time, {times} times, make a step of {sequences} sequences: more at a time would not "
+    "fit, or be less than 2 % faster",
+    "activations.keep": "keep",
+    "activations.compress": "keep in 8 bits",
+    "activations.recompute": "recompute {count} of {layers} blocks",
+    "activations.fit": "All activations fit, and keeping them is fastest",
+    "activations.none": "Activations of all blocks do not fit, so each block is computed again in backward: a third "
+    "more work",
+    "activations.some": "Activations of {count} blocks fit; the others are computed again",
+    "loss.full": "{family} changes its logits after the head, so its own forward makes them: {size}",
+    "loss.one": "All logits of a micro-batch are one small chunk, whose gradient is taken at once",
+    "loss.chunks": "At most {rows} rows of logits are there at once, instead of {size} for all",
+    "weights.nf4": "The frozen base is stored in 4 bits, adapters are trained in fp32",
+    "weights.fp32": "Trained weights stay in fp32: in 16 bits most small updates would be rounded away",
+    "weights.frozen16": "The frozen base is stored as it is computed with, adapters are trained in fp32",
+    "weights.frozen": "The frozen base is stored as it is computed with",
+    "weights.bf16": "You set it: rounded stochastically, so that small updates are not lost on average",
+    "optimizer.quarter": "States in blocks with a scale each take a quarter of the memory",
+    "optimizer.eighth": "States in blocks with a scale each take an eighth of the memory",
+    "optimizer.paged": "You set it: the driver moves states to RAM when the card runs short",
+    "optimizer.backward": "You set it: each gradient is used up as soon as it is there, so they never all exist",
+    "optimizer.backward.one": "in backward, one pass",
+    "optimizer.backward.two": "in backward, the gradient's norm is found in a pass before it",
+    "optimizer.place": "States live in {place}, and the step is done by the CPU",
+    "place.host": "RAM",
+    "place.disk": "a file",
+    "cards.fsdp": "Weights, gradients and states are split, and each block is gathered when it is needed",
+    "cards.ddp": "Each card holds everything and takes its part of the step; gradients are summed",
+    "streaming": "They live in {place} and visit the device one by one; the others stay",
+    "streaming.blocks": "{count} of {layers} blocks",
+    "inputs.host": "What a block is given waits in RAM for its backward, and comes back ahead of it",
+    "other.device": "It needs {needed} on the device at its peak ({phase}), and {available} are available",
+    "other.ram": "It needs {needed} of RAM, and there are {available}",
+    "other.fits": "It would fit in {size}",
+    "other.lacks": "This version cannot run it: it needs {needs}",
+    "other.memory": "It is as fast, and needs more memory",
+    "other.slower": "It fits, and a step takes {share} longer",
+    "assumed.keys": "config.json does not say {keys}: taken as transformers does",
+    "assumed.ours": "config.json does not say {keys}: assumed",
+    "assumed.data": "No data was named: {sequences} sequences, all as long as allowed, are assumed",
+    "assumed.ram": "{ram} of RAM and {disk} of free disk are assumed",
+    "assumed.disk": "{disk} of free disk are assumed",
+    "assumed.card": "The catalogue has no facts about {name}: it is taken for a small card ({flops} TFLOP/s in "
+    "{format}, {bandwidth} GB/s) until it is measured (calibrate)",
+    "assumed.cpu": "The CPU's speed is assumed from {cores} core(s) with {vectors} at {clock} GHz, until it is "
+    "measured (calibrate)",
+}
