@@ -1,12 +1,14 @@
-"""Which numbers a step computes in: fp32, or bf16 / fp16 autocast, and fp16's loss scaling.
+"""Which numbers a step computes in: fp32, tf32, or bf16 / fp16 autocast, and fp16's loss scaling.
 
-Weights keep their own format; autocast computes matrix products in 16 bits and leaves reductions in fp32. What a device
-computes in is asked of `vramfit.engine.accelerators`.
+Weights keep their own format; tf32 rounds what goes into products of fp32 numbers to 10 bits of mantissa, and autocast
+computes matrix products in 16 bits and leaves reductions in fp32. What a device computes in is asked of
+`vramfit.engine.accelerators`.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +47,49 @@ def choose_precision(device: str | torch.device) -> PrecisionChoice:
     return PrecisionChoice(compute="fp16", reason="this card has no bf16, so fp16 with loss scaling is used")
 
 
+def check_precision(device: str | torch.device, compute: Precision) -> None:
+    """Raises ConfigError for tf32 on a device that has none: it would silently be fp32."""
+    if compute == "tf32" and not has_hardware(device, "tf32"):
+        raise ConfigError(
+            [
+                Problem(
+                    field="memory.precision",
+                    what=f"{device} has no tf32, which cards since NVIDIA's Ampere have",
+                    remedy="Choose fp32, or auto.",
+                )
+            ]
+        )
+
+
+@contextlib.contextmanager
+def fp32_products(compute: Precision) -> Iterator[None]:
+    """Around forward and backward: products of fp32 numbers in tf32 where `compute` says so, else in fp32 whatever
+    the process was set to; afterwards as before.
+
+    By the word that sets both of torch's interfaces: after `torch.backends.cuda.matmul.fp32_precision = "tf32"` alone
+    the compiler cannot read the older one any more and fails (2.13).
+    """
+    wanted = "high" if compute == "tf32" else "highest"
+    matmul = torch.backends.cuda.matmul
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the user's program has used the newer interface alone
+        newer = matmul.fp32_precision
+        matmul.fp32_precision = "tf32" if compute == "tf32" else "ieee"
+        try:
+            yield
+        finally:
+            matmul.fp32_precision = newer
+        return
+    if before != wanted:
+        torch.set_float32_matmul_precision(wanted)
+    try:
+        yield
+    finally:
+        if before != wanted:
+            torch.set_float32_matmul_precision(before)
+
+
 def autocast(device: str | torch.device, compute: Precision) -> contextlib.AbstractContextManager[Any]:
     """The context for one forward pass."""
     if DTYPES[compute] == torch.float32:
@@ -75,3 +120,14 @@ def loss_scaler(
     # It makes its scale when it first scales something; we put the scale into the loss's divisor ourselves.
     scaler.scale(torch.zeros((), device=device))
     return scaler
+
+
+def described(compute: Precision, weights: str) -> str:
+    """What a run computes in, as one sentence. `weights` is the format that they are stored in."""
+    products = {
+        "fp32": "Products are computed in fp32",
+        "tf32": "Products are computed in tf32 (fp32 numbers with 10 bits of mantissa)",
+        "bf16": "Products are computed in bf16",
+        "fp16": "Products are computed in fp16 with dynamic loss scaling",
+    }[compute]
+    return f"{products}, the loss and sums in fp32; weights are stored in {weights}."

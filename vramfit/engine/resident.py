@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,14 @@ from torch import Tensor, nn
 from vramfit.engine.activations import recompute_blocks
 from vramfit.engine.evaluation import evaluation_mode
 from vramfit.engine.loss import Batch, Targets, TokenLoss, model_inputs, targets_of
+from vramfit.engine.optimizer_state import load_optimizer_state, optimizer_state
+from vramfit.engine.optimizers import build_step_end
 from vramfit.engine.peak import PeakMeter
-from vramfit.engine.precision import autocast, loss_scaler
+from vramfit.engine.precision import autocast, fp32_products, loss_scaler
+from vramfit.engine.raised import RaisedParts
 from vramfit.engine.randomness import random_state, set_random_state
 from vramfit.engine.recovery import Recovery, is_out_of_memory
-from vramfit.engine.update import finish_step
+from vramfit.engine.update import Around
 from vramfit.errors import CheckpointError, DataError
 from vramfit.planning.plan import Plan
 
@@ -106,12 +110,19 @@ class ResidentExecutor:
         self, model: nn.Module, *, plan: Plan, optimizer: torch.optim.Optimizer, max_grad_norm: float = 1.0
     ) -> None:
         self.model, self.plan, self.optimizer = model, plan, optimizer
-        self.max_grad_norm = max_grad_norm
         self.device = next(model.parameters()).device
         self._trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self._loss = TokenLoss(model, kind=plan.loss, chunk_tokens=plan.loss_chunk_tokens, compute=plan.compute)
         self.loss_kind, self.loss_reason = self._loss.kind, self._loss.reason
+        self.raised = RaisedParts(model, self._loss, plan.compute)
         self._scaler = loss_scaler(plan.device, plan.compute, trained=list(self._trained.values()))
+        self._end = build_step_end(
+            plan,
+            optimizer,
+            parameters=list(self._trained.values()),
+            scaler=self._scaler,
+            max_grad_norm=max_grad_norm,
+        )
         self._peak = PeakMeter(model, optimizer, self.device)
         self.recovery = Recovery(
             model,
@@ -135,9 +146,9 @@ class ResidentExecutor:
         largest = max((piece.input_ids.numel() for batch in batches for piece in self._cut(batch)), default=0)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        with self._peak.watch(largest):
+        with self._peak.watch(largest), fp32_products(self.raised.compute):
             return self.recovery.run(
-                lambda most_rows: self._accumulate([piece for batch in batches for piece in batch.cut(most_rows)]),
+                lambda most_rows: self._passes([piece for batch in batches for piece in batch.cut(most_rows)]),
                 lambda made, recovered: self._finish(*made, recovered),
                 rows=max((batch.rows for batch in batches), default=1),
                 largest=_a_single(batches),
@@ -150,9 +161,9 @@ class ResidentExecutor:
         carries loss, and WontFit when memory runs out even with a single sequence at a time.
         """
         total, tokens, weight = 0.0, 0, 0.0
-        with evaluation_mode(self.model):
+        with evaluation_mode(self.model), fp32_products(self.raised.compute):
             for batch in micro_batches:
-                waiting = self._cut(Piece.of(batch))
+                waiting = self.pieces(batch)
                 while waiting:
                     targets = targets_of(waiting[0])
                     loss, failure = self._try_loss(waiting[0], targets)
@@ -166,6 +177,36 @@ class ResidentExecutor:
             raise _no_tokens("The held-out share")
         return total / weight, tokens
 
+    @property
+    def loss_scale(self) -> float:
+        """fp16's, as it is now; 1 without scaling."""
+        return self._scaler.get_scale() if self._scaler else 1.0
+
+    def pieces(self, batch: Batch) -> list[Piece]:
+        """A micro-batch as it goes through the model: in one piece, unless memory has shown to bear less."""
+        return self._cut(Piece.of(batch))
+
+    def measure(self, piece: Piece, *, scale: float = 1.0) -> tuple[float, float]:
+        """(mean loss, gradient norm) of a piece in training mode, without a trace: no gradient is accumulated.
+
+        Backward is given the mean loss times `scale`, as in a step with fp16. Random numbers are drawn.
+        """
+        loss, gradients = self.gradients(piece, scale=scale)
+        # Summed in fp32 whatever the gradients' format: bf16 would round the norm by more than a drift worth telling.
+        made = [each for each in gradients.values() if each is not None]
+        norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in made]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        return loss, norm.item() / scale
+
+    def gradients(self, piece: Piece, *, scale: float = 1.0) -> tuple[float, dict[str, Tensor | None]]:
+        """(mean loss, the gradient of every trained parameter) of a piece, None where none arrives; as `measure`."""
+        targets = targets_of(piece)
+        factor = scale / targets.weight
+        with fp32_products(self.raised.compute):
+            loss = self._summed_loss(piece, targets, gradient_scale=factor)
+            made = torch.autograd.grad(loss * factor, list(self._trained.values()), allow_unused=True)
+        return loss.item() / targets.weight, dict(zip(self._trained, made, strict=True))
+
     def memory(self) -> tuple[int, int]:
         """(allocated, reserved) peak bytes on the device since the last call; see `vramfit.engine.peak`."""
         return self._peak.read()
@@ -177,15 +218,17 @@ class ResidentExecutor:
         ones, not copies: write them before the next step.
         """
         tensors = {_MODEL + name: tensor.detach() for name, tensor in self._saved_tensors().items()}
-        for name, parameter in self._trained.items():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"{_OPTIMIZER}{name}.{key}"] = value.detach()
+        states, optimizer_values = optimizer_state(self.optimizer, self._trained)
+        tensors |= {_OPTIMIZER + name: state for name, state in states.items()}
         for name, state in random_state(self.device).items():
             tensors[_RANDOM + name] = state
         # Which rows go through together decides the last bits, and which dropout they meet.
         return tensors, {
             "scaler": self._scaler.state_dict() if self._scaler else None,
             "most_rows": self.recovery.most_rows,
+            "optimizer": optimizer_values,
+            "step_end": self._end.values(),
+            "raised": list(self.raised.now),
         }
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
@@ -196,14 +239,13 @@ class ResidentExecutor:
         with torch.no_grad():
             for name, tensor in live.items():
                 tensor.copy_(saved[name])
-        self.optimizer.state.clear()
-        for name, value in tensors.items():
-            if name.startswith(_OPTIMIZER):
-                parameter_name, _, key = name.removeprefix(_OPTIMIZER).rpartition(".")
-                self._set_optimizer_state(self._trained[parameter_name], key, value)
+        states = {name.removeprefix(_OPTIMIZER): value for name, value in tensors.items() if name.startswith(_OPTIMIZER)}
+        load_optimizer_state(self.optimizer, self._trained, states, values.get("optimizer", {}))
+        self._end.load_values(values.get("step_end", {}))
         if self._scaler and values.get("scaler"):
             self._scaler.load_state_dict(dict(values["scaler"]))
         self.recovery.most_rows = int(values.get("most_rows", 0))
+        self.raised.set(values.get("raised", ()))
         states = {name.removeprefix(_RANDOM): value for name, value in tensors.items() if name.startswith(_RANDOM)}
         set_random_state(self.device, states)
 
@@ -221,21 +263,26 @@ class ResidentExecutor:
                 raise
             return 0.0, str(error) or type(error).__name__
 
-    def _accumulate(self, pieces: Sequence[Piece]) -> tuple[list[Tensor], Trained]:
-        """Gradients of the whole step in `.grad`, and its losses piece by piece."""
+    def _passes(self, pieces: Sequence[Piece]) -> tuple[list[Tensor], Trained]:
+        """The step's forward and backward, as often as its end needs them."""
+        return self._end.passes(lambda around: self._accumulate(pieces, around))
+
+    def _accumulate(self, pieces: Sequence[Piece], around: Around) -> tuple[list[Tensor], Trained]:
+        """Gradients of the whole step in `.grad`, unless `around` the last backward they are used up; and its losses
+        piece by piece."""
         targets = [targets_of(piece) for piece in pieces]
         trained = Trained.of(targets)
         if trained.tokens == 0:
             raise _no_tokens("This step")
         # The one division of the step: it enters backward as the first gradient, with fp16's scale in the same factor.
-        factor = (self._scaler.get_scale() if self._scaler else 1.0) / trained.weight
-        losses = []
-        for piece, each in zip(pieces, targets, strict=True):
-            if each.count == 0:
-                continue
+        factor = self.loss_scale / trained.weight
+        losses: list[Tensor] = []
+        waiting = [(piece, each) for piece, each in zip(pieces, targets, strict=True) if each.count]
+        for number, (piece, each) in enumerate(waiting, start=1):
             loss = self._summed_loss(piece, each, gradient_scale=factor)
-            (loss * factor).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
+            with around(losses) if number == len(waiting) else contextlib.nullcontext():
+                (loss * factor).backward()  # type: ignore[no-untyped-call]
         return losses, trained
 
     def _summed_loss(self, piece: Piece, targets: Targets, *, gradient_scale: float = 1.0) -> Tensor:
@@ -244,17 +291,11 @@ class ResidentExecutor:
             tokens=targets.tokens.to(self.device, non_blocking=True),
             weights=None if targets.weights is None else targets.weights.to(self.device, non_blocking=True),
         )
-        with autocast(self.device, self.plan.compute):
+        with autocast(self.device, self.raised.compute):
             return self._loss(model_inputs(piece, self.device), on_device, gradient_scale=gradient_scale)
 
     def _finish(self, losses: list[Tensor], trained: Trained, recovered: str) -> StepResult:
-        finish = finish_step(
-            self.optimizer,
-            parameters=list(self._trained.values()),
-            scaler=self._scaler,
-            max_grad_norm=self.max_grad_norm,
-            losses=losses,
-        )
+        finish = self._end.finish(losses)
         return StepResult(
             loss=finish.loss_sum / trained.weight,
             tokens=trained.tokens,
@@ -274,12 +315,6 @@ class ResidentExecutor:
             if name not in module._non_persistent_buffers_set
         }
         return {**self._trained, **buffers}
-
-    def _set_optimizer_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
-        # torch keeps the step count on the CPU unless the kernel reads it on the device.
-        fused = any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
-        device = self.device if key != "step" or fused else torch.device("cpu")
-        self.optimizer.state[parameter][key] = value.to(device, copy=True)
 
 
 def _a_single(pieces: Sequence[Piece]) -> str:

@@ -40,7 +40,12 @@ FEATURES: Final = {
 """What an engine may have beside the places and formats of its numbers, by name, and its words for "needs ..."."""
 
 ENGINE: Final = Abilities(
-    weights=("device",), optimizer=("device",), inputs=("device",), optimizer_bits=(32,), sharding=("none",)
+    weights=("device",),
+    optimizer=("device",),
+    inputs=("device",),
+    optimizer_bits=(32,),
+    sharding=("none",),
+    features=frozenset({"tf32"}),
 )
 """The engine of this version."""
 
