@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from vramfit.config import Precision
-from vramfit.engine.head import base_model
 from vramfit.engine.loss import TokenLoss
 from vramfit.engine.precision import DTYPES
 
