@@ -1,18 +1,26 @@
-"""LoRA adapters on a frozen model, through peft."""
+"""LoRA, rsLoRA and DoRA on a frozen model: through peft beside linears, our own beside experts in one tensor."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from vramfit.errors import ModelError
+from vramfit.models.adapter_targets import ALL_LINEAR, adapted_names
+from vramfit.models.dora import row_lengths, use_short_dora
+from vramfit.models.expert_adapters import attach_expert_adapters, expert_adapters
 
-ALL_LINEAR = "all-linear"
+Variant = Literal["lora", "rslora", "dora"]
+
+NAME = "default"
+"""What peft calls the one adapter a run trains."""
 
 
 def attach_adapters(
@@ -22,15 +30,19 @@ def attach_adapters(
     alpha: float,
     dropout: float = 0.0,
     targets: Sequence[str] | str = ALL_LINEAR,
+    variant: Variant = "lora",
+    experts: bool = False,
     seed: int,
 ) -> nn.Module:
-    """Freeze `model` and put LoRA (W + alpha / rank * B A) beside the target linears; adapters are fp32.
+    """Freeze `model` and put LoRA (W + scale B A) beside the linears that `targets` mean; adapters are fp32.
 
-    `targets` are names such as q_proj, or "all-linear": every linear but the head and the experts that are kept in one
-    tensor (peft would add the adapters to a copy of all their weights, in every block). `seed` decides the random start
-    of A (B starts at zero, so the model's output does not change). Raises ModelError when a target matches nothing.
+    `scale` is alpha / rank, with rslora alpha / sqrt(rank); dora trains the lengths of the rows, too. `experts` puts
+    adapters beside each expert of a mixture as well. `seed` decides the random start of A (B starts at zero, so the
+    model's output does not change). Raises ModelError when a target matches nothing or experts cannot have any.
     """
-    check_targets(model, targets)
+    if experts and variant == "dora":
+        raise ModelError("DoRA has no form for experts in one tensor", "Choose lora or rslora, or leave experts out.")
+    names = adapted_names(model, targets)
     quiet_bitsandbytes()
     import peft
 
@@ -40,59 +52,40 @@ def attach_adapters(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
-        target_modules=_all_linears(model) if targets == ALL_LINEAR else list(targets),
+        target_modules=names,
+        use_rslora=variant == "rslora",
+        use_dora=variant == "dora",
     )
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _targets_as_named():
         # peft 0.21 reads a name that transformers 5.24 has renamed. Nothing a user could act on.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        # It sets what GPT-2's transposed weights need, and tells.
+        warnings.filterwarnings("ignore", message=".*fan_in_fan_out is set to False")
         adapted: nn.Module = peft.get_peft_model(model, config)
+    if variant == "dora":
+        use_short_dora(adapted)
+    if experts:
+        attach_expert_adapters(model, rank=rank, scale=scale_of(variant, rank, alpha), dropout=dropout)
     return adapted
 
 
-def _all_linears(model: nn.Module) -> str | list[str]:
-    """What to call all linears for peft: its own word, or where there are experts their full names, because peft takes
-    a name's ending for the experts' too."""
-    has_experts = any(parameter.ndim == 3 for parameter in model.parameters())
-    if not has_experts:
-        return ALL_LINEAR
-    import peft
-    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-
-    whole: Any = model
-    head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
-    names = dict(model.named_modules())
-    config = peft.LoraConfig(target_modules=[name for name in linear_names(model) if names[name] is not head])
-    # Beside some families' experts (DeepSeek, GLM), peft takes gate_proj, up_proj and down_proj of a shared expert or a
-    # dense block for the experts', by whole names too, and does so again when a saved adapter is loaded. It says which.
-    convert_peft_config_for_transformers(config, model, None)
-    return sorted(config.target_modules or ())
+def scale_of(variant: Variant, rank: int, alpha: float) -> float:
+    """What B A is multiplied by."""
+    return alpha / math.sqrt(rank) if variant == "rslora" else alpha / rank
 
 
-def check_targets(model: nn.Module, targets: Sequence[str] | str) -> None:
-    """Raise ModelError unless every target names at least one linear of `model`, by its whole name or its ending."""
-    names = linear_names(model)
-    if targets == ALL_LINEAR:
-        if not names:
-            raise ModelError("The model has 0 linear layers to adapt", "Choose full instead of lora.")
-        return
-    chosen = [targets] if isinstance(targets, str) else list(targets)
-    wrong = [target for target in chosen if not any(f".{name}".endswith(f".{target}") for name in names)]
-    if wrong or not chosen:
-        endings = sorted({name.rpartition(".")[2] for name in names})
-        raise ModelError(
-            f"The adapter target {wrong[0] if wrong else ''!r} matches 0 of the model's {len(names)} linear layers",
-            f"Choose all-linear, or from: {', '.join(endings)}.",
-        )
+def adapted_layers(model: Any) -> Iterator[tuple[str, Any]]:
+    """peft's layers of an adapted model, with the name the base model knows each by."""
+    for name, module in model.get_base_model().named_modules():
+        if NAME in getattr(module, "lora_A", {}):
+            yield name, module
 
 
-def linear_names(model: nn.Module) -> list[str]:
-    """Full names of the linear layers of `model`, the output head included."""
-    # GPT-2's Conv1D is a linear with its weight transposed.
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-    ]
+def modules_of_experts(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Modules whose experts have adapters, with the name the base model knows each by."""
+    for name, module in model.get_base_model().named_modules():
+        if expert_adapters(module):
+            yield name, module
 
 
 def merged_state(model: Any) -> dict[str, torch.Tensor]:
@@ -105,12 +98,24 @@ def merged_state(model: Any) -> dict[str, torch.Tensor]:
         if ".lora_" in name or ".base_layer" in name:
             continue
         base = module.base_layer if hasattr(module, "get_delta_weight") else module
+        beside = expert_adapters(module)
         for key, tensor in _own_tensors(base).items():
-            if key == "weight" and base is not module:
-                delta = sum(module.get_delta_weight(adapter).float() for adapter in module.active_adapters)
-                tensor = (tensor.float() + delta).to(tensor.dtype)
+            if key in beside:
+                tensor = beside[key].merged(tensor)
+            elif key == "weight" and base is not module:
+                tensor = _merged(module, tensor)
             state[f"{name}.{key}".removeprefix(".")] = tensor.detach()
     return state
+
+
+@torch.no_grad()
+def _merged(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+    """The weights of one adapted linear, with its adapter."""
+    whole: torch.Tensor = weight.float() + layer.get_delta_weight(NAME).float()
+    if NAME in layer.lora_magnitude_vector:
+        factor = layer.lora_magnitude_vector[NAME].weight / row_lengths(layer, NAME)
+        whole = whole * (factor if layer.fan_in_fan_out else factor.unsqueeze(1))
+    return whole.to(weight.dtype)
 
 
 def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -124,6 +129,20 @@ def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
         module.state_dict()  # turns a layout that some CPUs compute in back into the ordinary one
         tensors["weight"] = dequantize_4bit(quantised.data, quantised.quant_state)
     return tensors
+
+
+@contextlib.contextmanager
+def _targets_as_named() -> Iterator[None]:
+    """peft rewrites some names of linears to tensors of experts (see `adapter_targets.moved_to_experts`), of which it
+    would then copy all. While we attach, a name means the module that has it."""
+    from peft.utils import transformers_weight_conversion as conversion
+
+    before = conversion.convert_peft_config_for_transformers
+    conversion.convert_peft_config_for_transformers = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = before
 
 
 def quiet_bitsandbytes() -> None:

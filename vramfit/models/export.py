@@ -67,10 +67,9 @@ def export_kind(config: RunConfig) -> ExportKind:
 
 
 def _write_adapter(model: Any, config: RunConfig, folder: Path) -> None:
-    for settings in model.peft_config.values():
-        settings.base_model_name_or_path = _base_name(config)
-    # "auto" would ask the hub whether the base's vocabulary has changed.
-    model.save_pretrained(folder, save_embedding_layers=False)
+    from vramfit.models.adapter_files import write_adapter
+
+    write_adapter(model, folder, base=_base_name(config))
 
 
 def _write_merged(model: Any, config: RunConfig, folder: Path) -> None:
@@ -114,7 +113,10 @@ def _base_name(config: RunConfig) -> str:
 def _bytes_needed(model: nn.Module, kind: ExportKind) -> int:
     """Bytes of the weight files, an upper bound for a merged 4-bit base."""
     if kind == "adapter":
-        return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        from vramfit.models.adapter_start import taken_from_base
+
+        trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        return 2 * trained if taken_from_base(model) else trained
     total = 0
     for parameter in model.parameters():
         state = getattr(parameter, "quant_state", None)

@@ -24,10 +24,13 @@ from vramfit.planning.plan import Plan
 _ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2"}
 
 
-def load_model(config: RunConfig, plan: Plan, *, cache: Path) -> nn.Module:
+def load_model(
+    config: RunConfig, plan: Plan, *, cache: Path, start_file: Path | None = None, resumed: bool = False
+) -> nn.Module:
     """The model of `config` on `plan.device`, in `plan.weight_format`, with adapters attached when the method has them.
 
-    Random weights and adapters come from `config.seed`. Raises ModelError naming the file or setting at fault.
+    Random weights and adapters come from `config.seed`. A start of the adapters that changes the base is written to
+    `start_file`, and read from it where a run is `resumed`. Raises ModelError naming the file or setting at fault.
     """
     quiet_transformers()
     torch.manual_seed(config.seed)
@@ -38,18 +41,31 @@ def load_model(config: RunConfig, plan: Plan, *, cache: Path) -> nn.Module:
     model = _trained(config.model, plan)
     if not config.trains_adapter:
         return model.to(plan.device)
-    from vramfit.models.adapters import attach_adapters
-
     if plan.weight_format != "nf4":  # those are where they belong, and bitsandbytes refuses to move them twice
         model = model.to(plan.device)
-    return attach_adapters(
+    return _adapted(model, config, start_file, resumed=resumed)
+
+
+def _adapted(model: nn.Module, config: RunConfig, start_file: Path | None, *, resumed: bool) -> nn.Module:
+    from vramfit.models.adapter_files import check_writable
+    from vramfit.models.adapter_start import start_adapters
+    from vramfit.models.adapters import attach_adapters
+    from vramfit.models.export import export_kind
+
+    adapted = attach_adapters(
         model,
         rank=config.adapter.rank,
         alpha=config.lora_alpha,
         dropout=config.adapter.dropout,
         targets=config.adapter.targets,
+        variant=config.adapter.variant,
+        experts=config.adapter.experts,
         seed=config.seed,
     )
+    if export_kind(config) == "adapter":
+        check_writable(adapted)
+    start_adapters(adapted, config.adapter.start, seed=config.seed, file=start_file, again=resumed)
+    return adapted
 
 
 def check_weights(config: RunConfig) -> None:

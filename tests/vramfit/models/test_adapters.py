@@ -5,7 +5,8 @@ import torch
 import transformers
 
 from vramfit.errors import ModelError
-from vramfit.models.adapters import attach_adapters, linear_names, merged_state
+from vramfit.models.adapter_targets import linear_names
+from vramfit.models.adapters import attach_adapters, merged_state
 from vramfit.models.load import load_model
 
 TOKENS = torch.tensor([[5, 9, 33, 120, 7]])
