@@ -11,6 +11,7 @@ from ui.form import field_of
 from ui.texts import Texts
 from vramfit.errors import Problem, VramfitError, WontFit
 from vramfit.planning.plan import MEMORY_KINDS, Alternative, Forecast, MemoryEstimate
+from vramfit.planning.reasons import ASSUMED
 from vramfit.units import format_bytes, format_count, format_duration
 
 MIN_SHARE: Final = 0.0005
@@ -71,8 +72,9 @@ def forecast_card(
     ]
     if refusal is not None:
         others = _alternatives(forecast, texts)
-        return _card([*body, _sentence(refusal.what), _list(refusal.suggestions), others], state=key)
-    body.append(_facts(forecast, texts))
+        refused = [_sentence(refusal.what), _list(refusal.suggestions), _assumed(forecast, texts), others]
+        return _card([*body, *refused], state=key)
+    body += [_facts(forecast, texts), _assumed(forecast, texts)]
     if plan_only:
         body.append(f'<p class="vf-note">{_esc(texts["estimate.plan_only"].format(name=device_name))}</p>')
     body += [_reasons(forecast, texts), _phases(memory, texts), _alternatives(forecast, texts), _check(check, texts)]
@@ -159,11 +161,21 @@ def _facts(forecast: Forecast, texts: Texts) -> str:
     return f'<dl class="vf-facts">{cells}</dl>'
 
 
+def _assumed(forecast: Forecast, texts: Texts) -> str:
+    """What nobody said, so that it was assumed: in sight, because the answer changes with it."""
+    notes = [texts.said(choice.reason).rstrip(".") for choice in forecast.plan.reasons if choice.setting == ASSUMED]
+    if not notes:
+        return ""
+    items = "".join(f"<li>{_esc(note)}</li>" for note in notes)
+    return f'<div class="vf-sub vf-assumed">{_esc(texts["estimate.assumed"])}<ul>{items}</ul></div>'
+
+
 def _reasons(forecast: Forecast, texts: Texts) -> str:
     rows = "".join(
-        f"<tr><th>{_esc(_setting(choice.setting, texts))}</th><td><b>{_esc(choice.value)}</b>"
-        f"{_you(texts) if choice.fixed else ''}<span>{_esc(choice.reason)}</span></td></tr>"
+        f"<tr><th>{_esc(_setting(choice.setting, texts))}</th><td><b>{_esc(texts.said(choice.value))}</b>"
+        f"{_you(texts) if choice.fixed else ''}<span>{_esc(texts.said(choice.reason))}</span></td></tr>"
         for choice in forecast.plan.reasons
+        if choice.setting != ASSUMED
     )
     notes = [texts[f"estimate.rates.{forecast.speed.rate_source}"]]
     notes += [] if forecast.workload.exact else [texts["estimate.guess"]]
@@ -188,7 +200,8 @@ def _alternatives(forecast: Forecast, texts: Texts) -> str:
     """The other ways to do the run, each with why it was not taken and what this version lacks for it."""
     rows = "".join(
         f"<tr><th>{_esc(texts.words.get(f'way.{other.name}', other.name))}</th><td>"
-        f"<b>{_esc(_reach(other, texts))}</b><span>{_esc(other.reason)}.{_lacks(other, texts)}</span></td></tr>"
+        f"<b>{_esc(_reach(other, texts))}</b><span>{_esc(texts.said(other.reason))}{texts['list.stop']}"
+        f"{_lacks(other, texts)}</span></td></tr>"
         for other in forecast.alternatives
     )
     if not rows:
@@ -205,7 +218,7 @@ def _reach(other: Alternative, texts: Texts) -> str:
 
 
 def _lacks(other: Alternative, texts: Texts) -> str:
-    return " " + _esc(texts["estimate.needs"].format(what=", ".join(other.needs))) if other.needs else ""
+    return " " + _esc(texts["estimate.needs"].format(what=texts.lacks(other.needs))) if other.needs else ""
 
 
 def _check(token: str, texts: Texts) -> str:

@@ -337,7 +337,7 @@ def _rate(value: float) -> str:
 def _short(one: Outcome, texts: Texts) -> str:
     if one.verdict == "no":
         return _limit(one, texts)
-    return format_bytes(one.device_bytes) if one.verdict == "fits" else _way(one.way, texts)
+    return format_bytes(one.device_bytes) if one.verdict == "fits" else _way(one, texts)
 
 
 def told(one: Outcome, texts: Texts) -> str:
@@ -345,27 +345,33 @@ def told(one: Outcome, texts: Texts) -> str:
     subject = f"{one.model.rpartition('/')[2]}, {texts[f'method.{one.method}']}, {one.length:,}: "
     if one.verdict == "no":
         return f"{subject}{texts['explore.no']} ({_limit(one, texts)}). {_least(one, texts)}".strip()
-    sizes = texts["explore.sizes"].format(
-        way=_way(one.way, texts), device=format_bytes(one.device_bytes), host=format_bytes(one.host_bytes)
+    sizes = texts[_where("explore.sizes", one)].format(
+        way=_way(one, texts), device=format_bytes(one.device_bytes), host=format_bytes(one.host_bytes)
     )
     more = "" if one.verdict == "fits" else f"{_needs(one, texts)} {_least(one, texts)}"
     return f"{subject}{_speed(one, texts)}, {sizes} {more}".strip()
 
 
 def _least(one: Outcome, texts: Texts) -> str:
-    return texts["explore.least"].format(size=format_bytes(one.least_bytes)) if one.least_bytes else ""
+    return texts[_where("explore.least", one)].format(size=format_bytes(one.least_bytes)) if one.least_bytes else ""
 
 
 def _needs(one: Outcome, texts: Texts) -> str:
-    return texts["estimate.needs"].format(what=", ".join(one.needs)) if one.needs else ""
+    return texts["estimate.needs"].format(what=texts.lacks(one.needs)) if one.needs else ""
 
 
 def _limit(one: Outcome, texts: Texts) -> str:
     return texts.words.get(f"limit.{one.limit}", one.limit)
 
 
-def _way(name: str, texts: Texts) -> str:
-    return texts.words.get(f"way.{name}", name)
+def _way(one: Outcome, texts: Texts) -> str:
+    name = _where(f"way.{one.way}", one)
+    return texts.words.get(name, texts.words.get(f"way.{one.way}", one.way))
+
+
+def _where(key: str, one: Outcome) -> str:
+    """A CPU has no card memory: its texts say RAM."""
+    return f"{key}.cpu" if one.on_cpu else key
 
 
 def cards_table(found: Sequence[Outcome], texts: Texts) -> str:

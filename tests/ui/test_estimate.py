@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -10,6 +11,8 @@ from ui.estimate import error_card, forecast_card, notice_card, peak_parts, prob
 from ui.texts import texts_of
 from vramfit.errors import ModelError, Problem, WontFit
 from vramfit.planning.plan import Choice, Forecast, MemoryEstimate, PhaseMemory, Plan, SpeedEstimate, Workload
+from vramfit.planning.reasons import ASSUMED
+from vramfit.sentences import say
 from vramfit.units import GIB, format_bytes
 
 EN = texts_of("en")
@@ -115,3 +118,15 @@ def test_a_notice_says_what_and_what_to_do(remedy: str) -> None:
     page = notice_card(ModelError("The disk is full", remedy), EN)
     assert page.count("<p>") == 1 + bool(remedy)
     assert 'role="alert"' in page
+
+
+def test_what_was_assumed_is_in_sight_and_in_the_page_s_language() -> None:
+    found = _forecast()
+    note = say("assumed.ram", ram="64.0 GiB", disk="500.0 GiB")
+    choices = (*found.plan.reasons, Choice(setting=ASSUMED, value="machine", reason=note))
+    told = dataclasses.replace(found, plan=dataclasses.replace(found.plan, reasons=choices))
+    page = forecast_card(told, EN, device_name="RTX 4090")
+    assert "vf-assumed" not in forecast_card(found, EN, device_name="RTX 4090")
+    assert page.index("64.0 GiB of RAM and 500.0 GiB of free disk are assumed") < page.index("<details")
+    assert page.count("64.0 GiB of RAM") == 1
+    assert "假设有 64.0 GiB 内存" in forecast_card(told, texts_of("zh"), device_name="RTX 4090")

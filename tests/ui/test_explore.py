@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,21 @@ def test_the_map_has_a_cell_for_every_model_and_method(explorer: Explorer) -> No
     assert "vf-cell-fits" in shown
     assert "vf-cell-later" in shown
     assert "vf-cell-no" in shown
+
+
+def test_without_a_card_ram_is_called_ram() -> None:
+    machine = machine_with("GeForce RTX 4090", ram_gib=24)
+    cpu = dataclasses.replace(
+        machine.devices[0], kind="cpu", name="CPU (2 cores)", torch_device="cpu", bf16=False, memory_bytes=24 * GIB
+    )
+    models = [catalogue.find(name) for name in ("Qwen/Qwen3-0.6B", "meta-llama/Llama-3.1-405B")]
+    found = heat_map(dataclasses.replace(machine, devices=(cpu,)), [model for model in models if model])
+    assert {one.verdict for one in found} >= {"fits", "no"}
+    for one in found:
+        assert "RAM" in told(one, EN)
+        assert "card" not in told(one, EN)
+        assert "显存" not in told(one, texts_of("zh"))
+        assert "显卡" not in told(one, texts_of("zh"))
 
 
 def test_a_cell_says_speed_and_bytes_and_on_hover_what_is_missing() -> None:

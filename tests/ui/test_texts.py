@@ -10,8 +10,15 @@ import pytest
 
 from ui import texts
 from ui.form import GROUPS, field_specs
-from ui.texts import en, preferred, texts_of, zh
-from vramfit.planning.plan import MEMORY_KINDS
+from ui.texts import en, plan_zh, preferred, texts_of, zh
+from vramfit.config import RunConfig
+from vramfit.errors import WontFit
+from vramfit.hardware.catalogue import machine_with
+from vramfit.models.catalogue import architecture_of
+from vramfit.planning.abilities import DESIGNED, FEATURES
+from vramfit.planning.plan import MEMORY_KINDS, Workload
+from vramfit.planning.planner import forecast_run
+from vramfit.sentences import ENGLISH
 
 UI = Path(texts.__file__).parent.parent
 
@@ -27,6 +34,37 @@ def test_placeholders_agree() -> None:
 
     wrong = [key for key, text in en.WORDS.items() if names(text) != names(zh.WORDS[key])]
     assert wrong == []
+
+
+def test_every_sentence_of_the_planner_is_said_in_chinese_with_its_numbers() -> None:
+    def names(text: str) -> set[str]:
+        return {name for _, name, _, _ in string.Formatter().parse(text) if name}
+
+    assert plan_zh.SENTENCES.keys() == ENGLISH.keys()
+    assert [key for key, text in ENGLISH.items() if names(text) != names(plan_zh.SENTENCES[key])] == []
+
+
+def test_a_plan_s_reasons_are_chinese_in_chinese() -> None:
+    config = RunConfig.parse({"method": "full", "model": {"source": "Qwen/Qwen3-1.7B"}})
+    work = Workload(sequences=100, mean_tokens=500, longest_tokens=900)
+    machine = machine_with("RTX 3060", count=2)
+    with pytest.raises(WontFit) as caught:
+        forecast_run(config, architecture=architecture_of(config.model), machine=machine, workload=work)
+    forecast = forecast_run(
+        config, architecture=architecture_of(config.model), machine=machine, workload=work, abilities=DESIGNED
+    )
+    said = [choice.reason for choice in forecast.plan.reasons] + [other.reason for other in forecast.alternatives]
+    said += [other.reason for other in caught.value.forecast.alternatives]  # type: ignore[union-attr]
+    english, chinese = texts_of("en"), texts_of("zh")
+    assert [english.said(text) for text in said] == said
+    assert all(re.search("[\u4e00-\u9fff]", chinese.said(text)) for text in said)
+    lacking = {what for other in forecast.alternatives for what in other.needs}
+    assert lacking
+    assert lacking <= plan_zh.LACKING.keys()
+
+
+def test_all_that_an_engine_may_lack_has_chinese_words() -> None:
+    assert set(FEATURES.values()) <= plan_zh.LACKING.keys()
 
 
 def test_every_setting_choice_group_and_memory_kind_has_words() -> None:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from ui.texts import en, zh
+from vramfit.sentences import Sentence, Value
 
 LANGUAGES: Final = {"en": en, "zh": zh}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
-    """One language. `fields` maps a setting's dotted path to (label, help); `values` names the choices of a setting."""
+    """One language. `fields` maps a setting's dotted path to (label, help); `values` names the choices of a setting.
+    `sentences` are the planner's by name, `lacking` what a version lacks."""
 
     language: str
     fields: dict[str, tuple[str, str]]
     values: dict[str, str]
     groups: dict[str, str]
     words: dict[str, str]
+    sentences: Mapping[str, str]
+    lacking: Mapping[str, str]
 
     def __getitem__(self, key: str) -> str:
         return self.words[key]
@@ -33,6 +38,23 @@ class Texts:
         """The shown name of a choice: the setting's own one, else the one all settings share, else the value itself."""
         return self.values.get(f"{path}={value}", self.values.get(value, value))
 
+    def said(self, text: str) -> str:
+        """A sentence of the planner in this language; any other text as it is."""
+        if not isinstance(text, Sentence) or text.key not in self.sentences:
+            return text
+        return self.sentences[text.key].format(**{name: self._value(name, of) for name, of in text.values.items()})
+
+    def lacks(self, needs: Iterable[str]) -> str:
+        """What a version lacks, as a list in words."""
+        return self["list.comma"].join(self.lacking.get(what, what) for what in needs)
+
+    def _value(self, name: str, value: Value) -> str | int:
+        if isinstance(value, tuple):
+            return self.lacks(value)
+        if name == "phase":
+            return self.words.get(f"phase.{value}", value) if isinstance(value, str) else value
+        return self.said(value) if isinstance(value, str) else value
+
 
 def texts_of(language: str) -> Texts:
     """The texts of "en" or "zh"; English for any other."""
@@ -43,6 +65,8 @@ def texts_of(language: str) -> Texts:
         values=module.VALUES,
         groups=module.GROUPS,
         words=module.WORDS,
+        sentences=module.SENTENCES,
+        lacking=module.LACKING,
     )
 
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from vramfit.sentences import ENGLISH
+
 LANGUAGE = "en"
+
+SENTENCES = ENGLISH
+
+LACKING: dict[str, str] = {}  # said in English already
 
 FIELDS: dict[str, tuple[str, str]] = {
     "name": ("Name", "What this run is called in the list. May stay empty."),
@@ -266,7 +272,9 @@ WORDS: dict[str, str] = {
     "explore.later": "not in this version",
     "explore.no": "no",
     "explore.least": "This version needs at least {size} of the card.",
+    "explore.least.cpu": "This version needs at least {size} of RAM.",
     "explore.sizes": "{way}: {device} of the card, {host} of RAM.",
+    "explore.sizes.cpu": "{way}: {device} of RAM.",
     "explore.cost.no": "{setup} cannot train {model} in this way: {limit} is short",
     "explore.cost.no.remedy": "Choose another model or method, more cards, or cards with more memory.",
     "explore.cost.ratio": "first / second",
@@ -284,6 +292,7 @@ WORDS: dict[str, str] = {
     "limit.device memory": "card memory",
     "limit.RAM": "RAM",
     "way.on the device": "on the card",
+    "way.on the device.cpu": "in RAM",
     "way.8-bit optimizer": "8-bit optimizer",
     "way.block inputs in RAM": "block inputs in RAM",
     "way.optimizer in RAM": "optimizer in RAM",
@@ -342,6 +351,7 @@ WORDS: dict[str, str] = {
     "estimate.tokens_per_s": "{value} tokens/s",
     "estimate.steps": "Steps",
     "estimate.range": "Measured peak expected between {low} and {high}.",
+    "estimate.assumed": "Assumed, because nothing says otherwise:",
     "estimate.reasons": "Why these settings",
     "estimate.phases": "Memory by phase",
     "estimate.guess": "Lengths are estimated from a part of the data.",
@@ -473,6 +483,8 @@ WORDS: dict[str, str] = {
     "problem.not_whole.remedy": "Type a whole number.",
     "problem.not_pair": "{label} has the line {text!r}, which names no column",
     "problem.not_pair.remedy": "Write it as  text: story",
+    "list.comma": ", ",
+    "list.stop": ".",
     "error.title": "That did not work",
     "error.unexpected": "Something unexpected went wrong. The details are in {log}.",
     "error.remedy": "Try again; if it comes back, send us that file.",

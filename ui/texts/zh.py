@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from ui.texts.plan_zh import LACKING, SENTENCES
+
+__all__ = ["FIELDS", "GROUPS", "LACKING", "LANGUAGE", "SENTENCES", "VALUES", "WORDS"]
+
 LANGUAGE = "zh"
 
 FIELDS: dict[str, tuple[str, str]] = {
@@ -259,7 +263,9 @@ WORDS: dict[str, str] = {
     "explore.later": "本版本还不行",
     "explore.no": "不行",
     "explore.least": "本版本至少需要显存 {size}。",
+    "explore.least.cpu": "本版本至少需要内存 {size}。",
     "explore.sizes": "{way}：显存 {device}，内存 {host}。",
+    "explore.sizes.cpu": "{way}：内存 {device}。",
     "explore.cost.no": "{setup} 不能这样训练 {model}：{limit}不够",
     "explore.cost.no.remedy": "换一个模型或方法，增加显卡，或选显存更大的显卡。",
     "explore.cost.ratio": "前者 / 后者",
@@ -277,6 +283,7 @@ WORDS: dict[str, str] = {
     "limit.device memory": "显存",
     "limit.RAM": "内存",
     "way.on the device": "全部在显卡上",
+    "way.on the device.cpu": "在内存里",
     "way.8-bit optimizer": "8 位优化器",
     "way.block inputs in RAM": "块的输入放内存",
     "way.optimizer in RAM": "优化器放内存",
@@ -335,6 +342,7 @@ WORDS: dict[str, str] = {
     "estimate.tokens_per_s": "{value} 词元/秒",
     "estimate.steps": "步数",
     "estimate.range": "实测峰值预计在 {low} 到 {high} 之间。",
+    "estimate.assumed": "没有说明，因此按下列假设：",
     "estimate.reasons": "为什么这样设置",
     "estimate.phases": "各阶段显存",
     "estimate.guess": "长度由部分数据估计。",
@@ -464,6 +472,8 @@ WORDS: dict[str, str] = {
     "problem.not_whole.remedy": "请填一个整数。",
     "problem.not_pair": "“{label}”有一行 {text!r}，没有列名",
     "problem.not_pair.remedy": "请写成  text: story",
+    "list.comma": "、",
+    "list.stop": "。",
     "error.title": "没有成功",
     "error.unexpected": "出了意料之外的错误，详情在 {log}。",
     "error.remedy": "请再试一次；如果又出现，请把这个文件发给我们。",

@@ -31,7 +31,8 @@ class Outcome:
     """One wish on one machine: bytes of the device and of RAM at the peak, trained tokens/s.
 
     `least_bytes` is what this version needs of the device at the least, with the smallest and slowest plan. `needs` is
-    what of the plan this version lacks; `limit` says which number breaks where nothing fits."""
+    what of the plan this version lacks; `limit` says which number breaks where nothing fits. `on_cpu`: the device is
+    the CPU, and its memory is RAM."""
 
     model: str
     method: Method
@@ -45,6 +46,7 @@ class Outcome:
     needs: tuple[str, ...]
     limit: str = ""
     least_bytes: int = 0
+    on_cpu: bool = False
 
 
 def heat_map(
@@ -112,7 +114,7 @@ def _outcome(search: Search, found: Candidate, verdict: Verdict) -> Outcome:
     limit = ""
     if verdict == "no":
         over_device = found.memory.device_bytes > found.plan.budget_bytes
-        limit = "device memory" if over_device else "RAM"
+        limit = "device memory" if over_device and search.device.kind != "cpu" else "RAM"
     return Outcome(
         model=search.architecture.name,
         method=search.config.method,
@@ -126,6 +128,7 @@ def _outcome(search: Search, found: Candidate, verdict: Verdict) -> Outcome:
         needs=missing(found.plan, ENGINE),
         limit=limit,
         least_bytes=search.least().memory.device_bytes,
+        on_cpu=search.device.kind == "cpu",
     )
 
 
@@ -142,4 +145,5 @@ def _refused(machine: Machine, model: Architecture, method: Method, length: int,
         tokens_per_s=0.0,
         needs=(),
         limit=why,
+        on_cpu=machine.devices[0].kind == "cpu",
     )
