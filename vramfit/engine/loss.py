@@ -1,4 +1,4 @@
-"""Cross-entropy that never holds all logits.
+"""The loss of a causal language model, over trained tokens alone and without ever holding all logits.
 
 Logits cost 6 to 12 bytes per token and vocabulary entry, more than all else in a small model. Three things avoid it:
 only positions that carry loss are projected; they are projected a chunk at a time; and a chunk's gradient is taken at
@@ -7,6 +7,9 @@ once, so that no logits wait for backward.
 The loss is a *sum* over tokens in fp32, each times its weight where the data gives weights. Dividing it by the tokens
 (by the sum of the weights) of the whole optimizer step makes the gradient independent of how the step was cut into
 micro-batches, whatever their lengths.
+
+What is reported, in training and evaluation, is the cross-entropy alone: a z-loss or label smoothing changes what is
+minimised, not what the curves mean.
 """
 
 from __future__ import annotations
@@ -15,25 +18,19 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 from torch import Tensor, nn
 
 from vramfit.config import Precision
-from vramfit.engine.evaluation import evaluation_mode
+from vramfit.engine.chunked_loss import chunked_sum, module_chunked_sum
+from vramfit.engine.fused_loss import fused_sum, liger_sum, uses_liger, why_not_fused
+from vramfit.engine.head import Head, logits_way
+from vramfit.engine.objective import PLAIN, Objective, SummedLoss, whole_sum
 from vramfit.engine.precision import DTYPES
 
 IGNORED = -100
 """The label of a token that carries no loss."""
 
 LossKind = Literal["fused", "chunked", "full"]
-
-_CHUNK_ENTRIES = 2**24  # logits alive at once when nobody planned a chunk: 64 MiB in fp32
-_CHANGED_LOGITS = {  # config fields of families that do more to logits than the projection, and their neutral value
-    "final_logit_softcapping": None,
-    "logit_scale": 1.0,
-    "logits_scaling": 1.0,
-    "lm_head_multiplier": 1.0,
-}
 
 
 class Batch(Protocol):
@@ -118,231 +115,79 @@ def _only_ends_hidden(mask: Tensor) -> bool:
 
 
 class TokenLoss:
-    """The summed cross-entropy of a causal language model, in the way the plan asks for where the model allows it.
+    """The summed loss of a causal language model, in the way the plan asks for where the model allows it.
 
-    `kind` is what is really done and `reason` why it differs from what was asked, or "". torch's fused kernel takes no
-    weights: targets that have some are computed by the chunked loss.
+    `kind` is what is really done and `reason` why it differs from what was asked, or "". Fused kernels take no weights:
+    targets that have some are computed by the chunked loss.
     """
 
-    def __init__(self, model: nn.Module, *, kind: LossKind, chunk_tokens: int = 0, compute: Precision = "fp32") -> None:
-        self.compute, self.chunk_tokens = compute, chunk_tokens
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        kind: LossKind,
+        chunk_tokens: int = 0,
+        compute: Precision = "fp32",
+        objective: Objective = PLAIN,
+    ) -> None:
+        self.compute, self.chunk_tokens, self.objective = compute, chunk_tokens, objective
         self.model: Any = model
-        base: Any = base_model(model)
-        self._decoder: Any
-        self._head: Any
-        self._decoder, self._head, self.reason = _split_model(base)
+        self._device = next(model.parameters()).device
+        way = logits_way(model)
+        self._decoder, self._head, self.reason = way.decoder, way.head, way.reason
         self.kind: LossKind = kind
-        if self._decoder is None or type(self._head) is not nn.Linear:
+        if self._head is None:
             self.kind = "full"
         elif kind == "fused":
-            self.reason = _why_not_fused(compute)
+            self.reason = why_not_fused(self._head, compute, objective, self._device)
             self.kind = "chunked" if self.reason else "fused"
 
     def __call__(self, inputs: dict[str, Tensor], targets: Targets, *, gradient_scale: float = 1.0) -> Tensor:
-        """The weighted loss summed over `targets`, an fp32 scalar. `targets` and `inputs` are on the model's device.
+        """What is minimised, weighted and summed over `targets`, an fp32 scalar: the `objective` of `sums`."""
+        return self.sums(inputs, targets, gradient_scale=gradient_scale).objective
 
-        `gradient_scale` is what the caller will multiply the loss by before backward: known here, it keeps 16-bit
-        gradients of the logits from underflowing. It does not change the result.
+    def sums(self, inputs: dict[str, Tensor], targets: Targets, *, gradient_scale: float = 1.0) -> SummedLoss:
+        """(what is minimised, the cross-entropy in it), weighted and summed over `targets`, fp32 scalars.
+
+        `targets` and `inputs` are on the model's device. `gradient_scale` is what the caller will multiply the loss by
+        before backward: known here, it keeps 16-bit gradients of the logits from underflowing. It does not change the
+        result.
         """
-        if self._decoder is None:
+        if self._decoder is None or self._head is None:
             logits = self.model(**inputs, use_cache=False).logits.flatten(0, 1)[targets.positions]
-            return _whole_sum(logits, targets)
+            return whole_sum(logits.float(), targets.tokens, targets.weights, self.objective)
         output = self._decoder(**inputs, use_cache=False)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, targets.positions)
         if self.kind == "full":
-            return _whole_sum(self._head(hidden), targets)
-        weight, bias = self._head.weight, self._head.bias
+            return whole_sum(self._head.logits(hidden), targets.tokens, targets.weights, self.objective)
         if self.kind == "fused" and targets.weights is None:
-            return fused_sum(
-                hidden, weight, bias, targets.tokens, chunk_tokens=self.chunk_tokens, dtype=DTYPES[self.compute]
+            loss = self._fused(self._head, hidden, targets)
+            return SummedLoss(loss, loss.detach())
+        return self._chunked(self._head, hidden, targets, gradient_scale)
+
+    def _fused(self, head: Head, hidden: Tensor, targets: Targets) -> Tensor:
+        weight, bias, dtype = head.weights[0], head.biases[0], DTYPES[self.compute]
+        if uses_liger(head, self.compute, self._device):
+            with _by_hand(hidden):
+                return liger_sum(hidden, weight, bias, targets.tokens, cap=head.change.cap, dtype=dtype)
+        return fused_sum(hidden, weight, bias, targets.tokens, chunk_tokens=self.chunk_tokens, dtype=dtype)
+
+    def _chunked(self, head: Head, hidden: Tensor, targets: Targets, gradient_scale: float) -> SummedLoss:
+        dtype = DTYPES[self.compute]
+        options: dict[str, Any] = {
+            "weights": targets.weights,
+            "chunk_tokens": self.chunk_tokens,
+            "gradient_scale": gradient_scale if dtype != torch.float32 else 1.0,
+            "objective": self.objective,
+        }
+        if not head.weights:
+            return module_chunked_sum(hidden, head, targets.tokens, **options)
+        with _by_hand(hidden):
+            return chunked_sum(
+                hidden, head.weights, head.biases, targets.tokens, dtype=dtype, change=head.change, **options
             )
-        return chunked_sum(
-            hidden,
-            weight,
-            bias,
-            targets.tokens,
-            weights=targets.weights,
-            chunk_tokens=self.chunk_tokens,
-            dtype=DTYPES[self.compute],
-            gradient_scale=gradient_scale if DTYPES[self.compute] != torch.float32 else 1.0,
-        )
 
 
-def _whole_sum(logits: Tensor, targets: Targets) -> Tensor:
-    if targets.weights is None:
-        return F.cross_entropy(logits.float(), targets.tokens, reduction="sum")
-    return (F.cross_entropy(logits.float(), targets.tokens, reduction="none") * targets.weights).sum()
-
-
-def chunked_sum(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    *,
-    weights: Tensor | None = None,
-    chunk_tokens: int = 0,
-    dtype: torch.dtype = torch.float32,
-    gradient_scale: float = 1.0,
-) -> Tensor:
-    """Cross-entropy of `hidden @ weight.T + bias` summed over rows, holding `chunk_tokens` rows of logits at a time.
-
-    hidden [N, H], weight [V, H], bias [V] or None, targets [N] without ignored ones, weights [N] fp32 by which each
-    row's loss is multiplied. Products are computed in `dtype`, the loss and sums in fp32. Works with torch >= 2.11.
-    Can be differentiated once.
-    """
-    rows = chunk_tokens or chunk_rows(weight.shape[0])
-    needs_gradient = torch.is_grad_enabled()
-    apply: Any = _ChunkedSum.apply
-    loss: Tensor = apply(hidden, weight, bias, targets, weights, rows, dtype, gradient_scale, needs_gradient)
-    return loss
-
-
-def chunk_rows(vocab_size: int) -> int:
-    """Rows of logits per chunk when nobody planned them: a power of two, about 64 MiB in fp32, at least 16."""
-    return int(max(16, 1 << (_CHUNK_ENTRIES // vocab_size).bit_length() - 1)) if vocab_size < _CHUNK_ENTRIES else 16
-
-
-def fused_sum(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    *,
-    chunk_tokens: int = 0,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """The same as `chunked_sum` by torch's own kernel (torch >= 2.13). It does not follow autocast: cast by hand."""
-    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens or None)
-    total: Tensor = F.linear_cross_entropy(
-        hidden.to(dtype),
-        weight.to(dtype),
-        targets,
-        linear_bias=None if bias is None else bias.to(dtype),
-        reduction="sum",
-        options=options,
-    )
-    return total.float()
-
-
-def has_fused() -> bool:
-    """Whether this torch has `F.linear_cross_entropy` with chunks (2.13 and newer)."""
-    return hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions")
-
-
-class _ChunkedSum(torch.autograd.Function):
-    """Forward takes the gradient too, chunk by chunk, so that logits are made once and never wait for backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        weights: Tensor | None,
-        rows: int,
-        dtype: torch.dtype,
-        scale: float,
-        needs_gradient: bool,
-    ) -> Tensor:
-        need_hidden, need_weight, need_bias = (needs_gradient and need for need in ctx.needs_input_grad[:3])
-        cast_weight = weight.to(dtype)
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
-        grad_bias = torch.zeros_like(weight[:, 0], dtype=torch.float32) if need_bias else None
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for start in range(0, hidden.shape[0], rows):
-            part = slice(start, start + rows)
-            chunk = hidden[part].to(dtype)
-            logits = F.linear(chunk, cast_weight, None if bias is None else bias.to(dtype)).float()
-            normaliser = logits.logsumexp(dim=1, keepdim=True)
-            picked = targets[part].unsqueeze(1)
-            shares = None if weights is None else weights[part].unsqueeze(1)
-            losses = normaliser - logits.gather(1, picked)
-            total += (losses if shares is None else losses * shares).sum()
-            if grad_hidden is None and grad_weight is None and grad_bias is None:
-                continue
-            gradient = logits.sub_(normaliser).exp_()  # softmax, in place: the logits are not needed again
-            gradient.scatter_add_(1, picked, gradient.new_full((), -1.0).expand_as(picked))
-            if scale != 1.0:
-                gradient.mul_(scale)
-            if shares is not None:
-                gradient.mul_(shares)
-            if grad_bias is not None:
-                grad_bias += gradient.sum(dim=0)
-            narrow = gradient.to(dtype)
-            if grad_hidden is not None:
-                grad_hidden[part] = narrow @ cast_weight
-            if grad_weight is not None:
-                _add_product(grad_weight, narrow, chunk)
-            del logits, gradient, narrow  # or they would live until the next chunk's have been made
-        ctx.scale = scale
-        ctx.gradients = (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
-        )
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> Any:
-        if ctx.gradients is None:
-            raise RuntimeError("the chunked loss can be differentiated once: its gradients are used up")
-        factor = upstream / ctx.scale
-        # In place, because a second copy of the head's gradient is what this class exists to avoid.
-        gradients = [None if gradient is None else gradient.mul_(factor) for gradient in ctx.gradients]
-        ctx.gradients = None
-        return (*gradients, None, None, None, None, None, None)
-
-
-def _add_product(total: Tensor, gradient: Tensor, chunk: Tensor) -> None:
-    """total [V, H] += gradient [N, V]^T @ chunk [N, H], summed in fp32."""
-    if gradient.dtype == total.dtype:
-        total.addmm_(gradient.t(), chunk)
-    else:
-        total.add_(gradient.t() @ chunk)
-
-
-def base_model(model: Any) -> Any:
-    """The model itself, out of the wrapper that adapters put around it."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _split_model(base: Any) -> tuple[Any, Any, str]:
-    """(decoder, head, "") when logits are exactly head(decoder(tokens)); (None, None, why not) otherwise."""
-    name = type(base).__name__
-    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
-    decoder = base.get_decoder() if hasattr(base, "get_decoder") else None
-    if head is None or decoder is None or decoder is base:
-        return None, None, f"{name} does not say what its decoder and its head are, so its own forward makes the logits"
-    for field, neutral in _CHANGED_LOGITS.items():
-        value = getattr(base.config, field, neutral)
-        if value is not None and value != neutral:
-            return None, None, f"{name} changes its logits ({field} = {value}), so its own forward makes them"
-    if not _is_plain(base, decoder, head):
-        return None, None, f"{name} does more to its logits than project, so its own forward makes them"
-    reason = "" if type(head) is nn.Linear else f"the head is a {type(head).__name__}, so it projects whole logits"
-    return decoder, head, reason
-
-
-def _is_plain(base: Any, decoder: Any, head: Any) -> bool:
-    """Try it on three tokens: the same kernels on the same numbers must give the same bits."""
-    tokens = torch.arange(3, device=next(base.parameters()).device).unsqueeze(0)
-    with evaluation_mode(base):
-        whole = base(input_ids=tokens, use_cache=False).logits
-        output = decoder(input_ids=tokens, use_cache=False)
-        hidden = getattr(output, "last_hidden_state", None)
-        if hidden is None or hidden.shape[-1] != getattr(head, "in_features", hidden.shape[-1]):
-            return False
-        return torch.equal(whole, head(hidden))
-
-
-def _why_not_fused(compute: Precision) -> str:
-    if not has_fused():
-        return f"torch {torch.__version__} has no F.linear_cross_entropy (2.13 has), so the chunked loss is used"
-    if compute == "bf16":
-        return "F.linear_cross_entropy rounds its loss to bf16, so the chunked loss is used: it sums in fp32"
-    if compute == "fp16":
-        return "F.linear_cross_entropy cannot scale the gradients of fp16 logits, so the chunked loss is used: it does"
-    return ""
+def _by_hand(hidden: Tensor) -> torch.autocast:
+    """No autocast around what casts by itself: it would undo that where the head is raised to fp32 and nothing else."""
+    return torch.autocast(hidden.device.type, enabled=False)

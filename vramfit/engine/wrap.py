@@ -20,8 +20,16 @@ from torch import Tensor, nn
 
 from vramfit.config import Auto, Precision
 from vramfit.engine.activations import find_blocks, recompute_blocks
-from vramfit.engine.loss import IGNORED, TokenLoss, base_model, model_inputs, targets_of
-from vramfit.engine.precision import DTYPES, autocast, choose_precision, loss_scaler
+from vramfit.engine.head import base_model
+from vramfit.engine.loss import IGNORED, TokenLoss, model_inputs, targets_of
+from vramfit.engine.precision import (
+    DTYPES,
+    autocast,
+    check_precision,
+    choose_precision,
+    fp32_products,
+    loss_scaler,
+)
 from vramfit.engine.randomness import random_state, set_random_state
 from vramfit.engine.recovery import halves, is_out_of_memory, release_memory
 from vramfit.engine.resident import Piece, StepResult
@@ -63,6 +71,7 @@ def wrap(
     if precision not in ("auto", *DTYPES):
         raise _wrong("precision", f"{precision!r} is no precision", f"Choose auto, {', '.join(DTYPES)}.")
     compute: Precision = choose_precision(device).compute if precision == "auto" else precision
+    check_precision(device, compute)
     if micro_batch != "auto" and micro_batch < 1:
         raise _wrong("micro_batch", f"A micro-batch of {micro_batch} rows holds nothing", "Give 1 or more, or auto.")
     if max_grad_norm < 0:
@@ -109,7 +118,8 @@ class WrappedStep:
             self.optimizer.zero_grad(set_to_none=True)
             size = min(self.micro_batch or rows, rows)
             try:
-                losses, items, weight, factor = self._accumulate(batch, rows, size)
+                with fp32_products(self.compute):
+                    losses, items, weight, factor = self._accumulate(batch, rows, size)
                 break
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):

@@ -91,6 +91,11 @@ def build(family: str, *, seed: int = 1, **changes: Any) -> torch.nn.Module:
         "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
         "cohere": ("CohereConfig", "CohereForCausalLM"),
         "granite": ("GraniteConfig", "GraniteForCausalLM"),
+        "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+        "cohere2": ("Cohere2Config", "Cohere2ForCausalLM"),
+        "hyperclovax": ("HyperCLOVAXConfig", "HyperCLOVAXForCausalLM"),
+        "nanochat": ("NanoChatConfig", "NanoChatForCausalLM"),
+        "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
         "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
         "phi": ("PhiConfig", "PhiForCausalLM"),
     }[family]

@@ -3,22 +3,21 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from vramfit.engine.loss import (
-    IGNORED,
-    TokenLoss,
-    chunk_rows,
-    chunked_sum,
-    fused_sum,
-    has_fused,
-    model_inputs,
-    targets_of,
-)
+from vramfit.engine.head import ShardedHead
+from vramfit.engine.loss import IGNORED, TokenLoss, model_inputs, targets_of
+from vramfit.engine.objective import PLAIN, Objective
 from vramfit.models.adapters import attach_adapters
 
 WEIGHTS = (0.5, 1.0, 2.0, 0.0)
-PLAIN = ["llama", "mistral", "qwen2", "qwen3", "gpt2", "phi"]
-CHANGED = ["gemma2", "cohere", "granite"]
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gpt2", "phi"]
+CHANGED = {
+    "gemma2": {"final_logit_softcapping": 3.0},
+    "cohere": {"logit_scale": 0.3},
+    "granite": {"logits_scaling": 3.0},
+}
+OBJECTIVES = [Objective(z_loss=1e-2), Objective(label_smoothing=0.1), Objective(z_loss=1e-2, label_smoothing=0.3)]
 
 
 def reference_loss(model, batch) -> torch.Tensor:
@@ -38,6 +37,42 @@ def weighted_reference(model, batch) -> torch.Tensor:
     return (each * batch.weights[:, 1:].flatten()).sum()
 
 
+def reference_objective(model, batch, objective) -> tuple[torch.Tensor, torch.Tensor]:
+    """(what is minimised, cross-entropy) by torch's cross_entropy and an explicit z-loss."""
+    logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
+    logits, labels = logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten()
+    shares = (labels != IGNORED).float()
+    if batch.weights is not None:
+        shares = shares * batch.weights[:, 1:].flatten()
+    smoothed, plain = (
+        F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED, label_smoothing=share)
+        for share in (objective.label_smoothing, 0.0)
+    )
+    z_loss = objective.z_loss * logits.logsumexp(dim=1) ** 2
+    return ((smoothed + z_loss) * shares).sum(), (plain.detach() * shares).sum()
+
+
+def attach_saved_head(model):
+    import peft
+
+    options = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, options)
+
+
+class ProjectedRows(TorchDispatchMode):
+    """Rows that were multiplied with a matrix of `shape` forward: products whose result is as wide as it is long."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.rows = shape, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default and args[1].shape == (self.shape[1], self.shape[0]):
+            self.rows += args[0].shape[0]
+        return made
+
+
 def our_loss(model, batch, **options) -> torch.Tensor:
     return TokenLoss(model, **options)(model_inputs(batch, torch.device("cpu")), targets_of(batch))
 
@@ -55,13 +90,15 @@ def assert_close(found, wanted, *, relative=1e-5) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fused", "chunked", "full"])
-@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize("family", [*FAMILIES, *CHANGED])
 def test_equals_the_models_own_logits(tiny, family, kind):
-    model, batch = tiny.build(family), tiny.pad(tiny.sequences(9, 17, 5))
+    model, batch = tiny.build(family, **CHANGED.get(family, {})), tiny.pad(tiny.sequences(9, 17, 5))
     wanted = reference_loss(model, batch)
     wanted.backward()
     wanted_gradients = gradients(model)
-    loss = our_loss(model, batch, kind=kind, chunk_tokens=7)
+    told = TokenLoss(model, kind=kind, chunk_tokens=7)
+    assert told.kind == ("chunked" if kind == "fused" and family in CHANGED else kind)
+    loss = told(model_inputs(batch, torch.device("cpu")), targets_of(batch))
     loss.backward()
     torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=0)
     assert_close(gradients(model), wanted_gradients)
@@ -121,37 +158,93 @@ def test_a_weight_of_zero_is_a_mask_and_weights_of_one_are_none(tiny):
     assert torch.equal(found.positions, wanted.positions) and torch.equal(found.tokens, wanted.tokens)
 
 
-@pytest.mark.parametrize("family", CHANGED)
-def test_models_that_change_their_logits_use_their_own_forward_and_say_why(tiny, family):
-    changes = {"cohere": {"logit_scale": 0.1}, "granite": {"logits_scaling": 4.0}}.get(family, {})
-    model, batch = tiny.build(family, **changes), tiny.pad(tiny.sequences(9, 17, 5))
-    loss = TokenLoss(model, kind="chunked")
-    assert loss.kind == "full" and "changes its logits" in loss.reason
-    found = loss(model_inputs(batch, torch.device("cpu")), targets_of(batch))
-    torch.testing.assert_close(found, reference_loss(model, batch), rtol=1e-6, atol=0)
+@pytest.mark.parametrize("kind", ["fused", "chunked", "full"])
+@pytest.mark.parametrize("weights", [(), WEIGHTS])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_z_loss_and_smoothing_are_what_plain_torch_adds(tiny, kind, weights, objective):
+    model, batch = tiny.build("llama"), tiny.pad(tiny.sequences(9, 17, 5, weights=weights))
+    wanted, entropy = reference_objective(model, batch, objective)
+    wanted.backward()
+    wanted_gradients = gradients(model)
+    loss = TokenLoss(model, kind=kind, chunk_tokens=7, objective=objective)
+    assert loss.kind == ("chunked" if kind == "fused" else kind)
+    assert ("plain cross-entropy alone" in loss.reason) == (kind == "fused")
+    found = loss.sums(model_inputs(batch, torch.device("cpu")), targets_of(batch))
+    found.objective.backward()
+    torch.testing.assert_close(found.objective, wanted, rtol=2e-6, atol=0)
+    torch.testing.assert_close(found.cross_entropy, entropy, rtol=2e-6, atol=0)
+    assert not found.cross_entropy.requires_grad
+    assert_close(gradients(model), wanted_gradients)
 
 
-def test_a_head_with_an_adapter_projects_whole_logits_of_trained_positions_only(tiny):
-    model = attach_adapters(tiny.build("llama"), rank=4, alpha=8, targets=["lm_head"], seed=0)
-    loss = TokenLoss(model, kind="chunked")
-    assert loss.kind == "full" and "head" in loss.reason
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_a_head_trained_whole_beside_adapters_is_projected_in_chunks(tiny):
+    model = attach_saved_head(tiny.build("llama"))
     batch = tiny.pad(tiny.sequences(9, 17, 5))
+    wanted = reference_loss(model, batch)
+    wanted.backward()
+    wanted_gradients = gradients(model)
+    assert any("lm_head" in name for name in wanted_gradients)
+    loss = TokenLoss(model, kind="chunked", chunk_tokens=7)
+    assert loss.kind == "chunked" and loss.reason == ""
     found = loss(model_inputs(batch, torch.device("cpu")), targets_of(batch))
-    torch.testing.assert_close(found, reference_loss(model, batch), rtol=1e-6, atol=0)
+    found.backward()
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+    assert_close(gradients(model), wanted_gradients)
 
 
-def test_an_unknown_change_of_logits_is_found_by_trying(tiny):
+@pytest.mark.parametrize("objective", [PLAIN, Objective(z_loss=1e-2, label_smoothing=0.1)])
+@pytest.mark.parametrize("kind", ["chunked", "full"])
+def test_a_head_with_adapters_goes_in_chunks_through_its_module(tiny, kind, objective):
+    model = attach_adapters(tiny.build("llama"), rank=4, alpha=8, targets=["lm_head", "q_proj"], seed=0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    batch = tiny.pad(tiny.sequences(9, 17, 5, weights=WEIGHTS))
+    wanted, _ = reference_objective(model, batch, objective)
+    wanted.backward()
+    wanted_gradients = gradients(model)
+    assert any("lm_head" in name for name in wanted_gradients)
+    loss = TokenLoss(model, kind=kind, chunk_tokens=7, objective=objective)
+    assert loss.kind == kind and loss.reason == ""
+    found = loss(model_inputs(batch, torch.device("cpu")), targets_of(batch))
+    found.backward()
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+    assert_close(gradients(model), wanted_gradients)
+
+
+def test_a_head_in_parts_gives_the_loss_of_a_whole_one(tiny):
+    model, batch = tiny.build("llama"), tiny.pad(tiny.sequences(9, 17, 5))
+    wanted = our_loss(model, batch, kind="chunked", chunk_tokens=7)
+    wanted.backward()
+    whole = gradients(model)
+    parts = []
+    for rows in (slice(0, 50), slice(50, 128)):
+        part = torch.nn.Linear(32, rows.stop - rows.start, bias=False)
+        part.weight.data.copy_(model.lm_head.weight[rows])
+        parts.append(part)
+    model.lm_head = ShardedHead(parts)
+    loss = TokenLoss(model, kind="fused", chunk_tokens=7)
+    assert loss.kind == "chunked" and "one matrix" in loss.reason
+    found = loss(model_inputs(batch, torch.device("cpu")), targets_of(batch))
+    found.backward()
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+    parted = gradients(model)
+    head = torch.cat([parted.pop(f"lm_head.shards.{index}.weight") for index in range(2)])
+    assert_close({**parted, "lm_head.weight": head}, whole)
+
+
+def test_a_chat_with_three_tenths_trained_projects_three_tenths(tiny):
+    """What the head's products see is rows of trained tokens, in training and in evaluation."""
     model = tiny.build("llama")
-    own_forward = model.forward
-
-    def doubled(*args, **kwargs):
-        output = own_forward(*args, **kwargs)
-        output.logits = output.logits * 2
-        return output
-
-    model.forward = doubled
-    loss = TokenLoss(model, kind="chunked")
-    assert loss.kind == "full" and "more to its logits" in loss.reason
+    ids = torch.randint(3, 128, (4, 101))
+    labels = ids.clone()
+    labels[:, :71] = IGNORED  # the question; of 100 predicted tokens 30 are answer
+    batch = type(tiny.pad(tiny.sequences(2)))(ids, labels)
+    loss = TokenLoss(model, kind="chunked", chunk_tokens=50)
+    with ProjectedRows(model.lm_head.weight.shape) as seen:
+        loss(model_inputs(batch, torch.device("cpu")), targets_of(batch)).backward()
+    assert seen.rows == 0.3 * 400
 
 
 def test_packed_rows_train_what_padded_rows_train(tiny):
@@ -178,88 +271,3 @@ def test_the_mask_is_left_out_only_when_it_hides_nothing_but_row_ends(tiny):
     assert "attention_mask" not in model_inputs(batch, torch.device("cpu"))
     left_padded = type(batch)(batch.input_ids, batch.labels, batch.attention_mask.flip(1))
     assert "attention_mask" in model_inputs(left_padded, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-@pytest.mark.parametrize("way", [chunked_sum, fused_sum])
-def test_chunks_give_what_whole_logits_give(way, chunk, bias):
-    if way is fused_sum and not has_fused():
-        pytest.skip("this torch has no F.linear_cross_entropy")
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(50, 16, requires_grad=True), torch.randn(300, 16, requires_grad=True)
-    offset = torch.randn(300, requires_grad=True) if bias else None
-    leaves = [hidden, weight] + ([offset] if bias else [])
-    targets = torch.randint(300, (50,))
-    wanted = F.cross_entropy(F.linear(hidden, weight, offset), targets, reduction="sum")
-    found = way(hidden, weight, offset, targets, chunk_tokens=chunk)
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
-    for mine, theirs in zip(
-        torch.autograd.grad(found / 50, leaves), torch.autograd.grad(wanted / 50, leaves), strict=True
-    ):
-        assert (mine - theirs).norm() <= 2e-6 * theirs.norm()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_of_one_change_no_bit_of_a_chunk(dtype):
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(50, 16, requires_grad=True), torch.randn(300, 16, requires_grad=True)
-    targets = torch.randint(300, (50,))
-    with_ones, without = (
-        chunked_sum(hidden, weight, None, targets, weights=weights, chunk_tokens=7, dtype=dtype)
-        for weights in (torch.ones(50), None)
-    )
-    assert torch.equal(with_ones, without)
-    found, wanted = (torch.autograd.grad(loss, [hidden, weight]) for loss in (with_ones, without))
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-
-
-def test_chunked_logits_never_exist_whole():
-    """No allocation inside forward and backward is as large as the logits."""
-    hidden, weight = torch.randn(512, 32, requires_grad=True), torch.randn(4096, 32)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        chunked_sum(hidden, weight, None, torch.zeros(512, dtype=torch.long), chunk_tokens=16).backward()
-    largest = max(event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")
-    assert largest <= 16 * 4096 * 4 * 2 < 512 * 4096 * 4
-
-
-def test_fp16_logit_gradients_survive_with_the_scale_known_in_forward():
-    """With 4,096 words most probabilities are below what fp16 can hold once divided by the tokens of a step."""
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(8, 16, requires_grad=True), torch.randn(4096, 16) * 0.1
-    targets = torch.randint(4096, (8,))
-    exact = torch.autograd.grad(F.cross_entropy(F.linear(hidden, weight), targets, reduction="sum"), hidden)[0]
-
-    def relative_error(scale: float) -> float:
-        loss = chunked_sum(hidden, weight, None, targets, dtype=torch.float16, gradient_scale=scale)
-        found = torch.autograd.grad(loss * 1024.0, hidden)[0] / 1024.0
-        return float((found - exact).norm() / exact.norm())
-
-    assert relative_error(1024.0) < 2e-3
-
-
-def test_a_chunked_loss_is_differentiated_once():
-    hidden = torch.randn(4, 8, requires_grad=True)
-    loss = chunked_sum(hidden, torch.randn(16, 8), None, torch.zeros(4, dtype=torch.long))
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="once"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("vocab_size", [1, 100, 32_000, 128_256, 2**24, 2**25])
-def test_automatic_chunks_are_powers_of_two_and_bounded(vocab_size):
-    rows = chunk_rows(vocab_size)
-    assert rows >= 16 and rows & (rows - 1) == 0
-    assert rows == 16 or rows * vocab_size <= 2**24
-
-
-@pytest.mark.parametrize("compute", ["bf16", "fp16"])
-def test_sixteen_bit_losses_are_chunked_and_say_why(tiny, compute):
-    loss = TokenLoss(tiny.build("llama"), kind="fused", compute=compute)
-    assert loss.kind == "chunked" and loss.reason
-
-
-def test_without_the_fused_kernel_the_loss_is_chunked(tiny, monkeypatch):
-    monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
-    loss = TokenLoss(tiny.build("llama"), kind="fused")
-    assert loss.kind == "chunked" and "2.13" in loss.reason
