@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from vramfit.errors import UserError
 from vramfit.planning.plan import Forecast
-from vramfit.training.metrics import Evaluation, Event, PhaseProgress, StepMetrics, Telemetry, TextSample
+from vramfit.training.metrics import DriftCheck, Evaluation, Event, PhaseProgress, StepMetrics, Telemetry, TextSample
 
 if TYPE_CHECKING:
     from jobs.store import Store
@@ -39,6 +39,7 @@ class _Batch:
     steps: list[StepMetrics] = field(default_factory=list)
     telemetry: list[Telemetry] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
+    drifts: list[DriftCheck] = field(default_factory=list)
     samples: list[TextSample] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     phase: PhaseProgress | None = None
@@ -117,6 +118,11 @@ class StoreRecorder:
         with self._lock:
             self._waiting.evaluations.append(evaluation)
             self._want(time.monotonic())
+
+    def drift(self, check: DriftCheck) -> None:
+        with self._lock:
+            self._waiting.drifts.append(check)
+            self._want(time.monotonic() + FLUSH_S)
 
     def sample(self, sample: TextSample) -> None:
         with self._lock:

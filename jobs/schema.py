@@ -170,6 +170,27 @@ def _metrics_by_64(db: Any) -> None:
     )
 
 
+@migrations(name="0003_drifts_and_heat")  # type: ignore[untyped-decorator,unused-ignore]
+def _drifts_and_heat(db: Any) -> None:
+    """How far a run's precision strays from fp32, numbered as they come; an index that counts skipped steps without
+    reading all of a long run's; and whether heat holds the card's clocks down."""
+    db.execute(
+        """CREATE TABLE drifts (
+            job INTEGER NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
+            number INTEGER NOT NULL,
+            step INTEGER NOT NULL,
+            attempt INTEGER NOT NULL,
+            time REAL NOT NULL,
+            loss REAL,
+            grad_norm REAL,
+            raised TEXT NOT NULL DEFAULT '',
+            PRIMARY KEY (job, number)
+        ) WITHOUT ROWID"""
+    )
+    db.execute("CREATE INDEX metrics_skipped ON metrics (job) WHERE skipped = 1")
+    db.execute("ALTER TABLE telemetry ADD COLUMN slowed_by_heat INTEGER")
+
+
 # Append new migrations here. Never change or remove one that was released.
 
 VERSION: Final = len(migrations._migrations)

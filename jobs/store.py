@@ -27,7 +27,7 @@ from jobs.job import ACTIVE, FINAL, RESUMABLE, Job, JobEvent, Series, State
 from vramfit.config import RunConfig
 from vramfit.errors import JobError, OutOfDisk
 from vramfit.planning.plan import Forecast
-from vramfit.training.metrics import Evaluation, Event, PhaseProgress, StepMetrics, Telemetry, TextSample
+from vramfit.training.metrics import DriftCheck, Evaluation, Event, PhaseProgress, StepMetrics, Telemetry, TextSample
 
 if TYPE_CHECKING:
     from jobs.recorder import StoreRecorder
@@ -63,7 +63,9 @@ _TELEMETRY: Final = {
     "power_watts": "mean",
     "temperature_c": "max",
     "cpu_utilisation": "mean",
+    "slowed_by_heat": "max",
 }
+_DRIFTS: Final = {"number": "max", "step": "max", "loss": "max", "grad_norm": "max"}
 _ROLLUP: Final = 64  # steps of a bucket in metrics_by_64; charts with a stride of at least that read it
 _JOB_COLUMNS: Final = (
     "id, name, state, attempt, revision, position, foreground, config, forecast, folder, owner, phase, total_steps, "
@@ -422,7 +424,7 @@ class Store:
     def _take_back(self, db: Any, id_: int, *, after: int, before_attempt: int) -> None:
         """Delete what earlier attempts recorded beyond step `after`: it will be done again."""
         removed = 0
-        for table in ("metrics", "evaluations"):
+        for table in ("metrics", "evaluations", "drifts"):
             removed += db.execute(
                 f"DELETE FROM {table} WHERE job = ? AND step > ? AND attempt < ?", [id_, after, before_attempt]
             ).rowcount
@@ -454,6 +456,7 @@ class Store:
         steps: Sequence[StepMetrics] = (),
         telemetry: Sequence[Telemetry] = (),
         evaluations: Sequence[Evaluation] = (),
+        drifts: Sequence[DriftCheck] = (),
         samples: Sequence[TextSample] = (),
         events: Sequence[Event] = (),
         phase: PhaseProgress | None = None,
@@ -465,7 +468,8 @@ class Store:
             if self._one("SELECT 1 FROM jobs WHERE id = ? AND attempt = ?", [id_, attempt]) is None:
                 return False
             self._record_steps(db, id_, attempt, steps)
-            self._record_telemetry(db, id_, telemetry)
+            self._record_numbered(db, "telemetry", id_, telemetry)
+            self._record_numbered(db, "drifts", id_, drifts, attempt=attempt)
             for evaluation in evaluations:
                 values = {"job": id_, "attempt": attempt, **dataclasses.asdict(evaluation)}
                 _replace(db, "evaluations", [values])
@@ -500,13 +504,16 @@ class Store:
             [id_, start, end, _ROLLUP, _ROLLUP],
         )
 
-    def _record_telemetry(self, db: Any, id_: int, readings: Sequence[Telemetry]) -> None:
-        if not readings:
+    def _record_numbered(
+        self, db: Any, table: str, id_: int, rows: Sequence[Telemetry | DriftCheck], **values: Any
+    ) -> None:
+        """Append rows that are counted as they come."""
+        if not rows:
             return
-        row = self._one("SELECT coalesce(max(number), 0) AS last FROM telemetry WHERE job = ?", [id_])
-        assert row is not None
-        numbered = enumerate(readings, start=row["last"] + 1)
-        _replace(db, "telemetry", [{"job": id_, "number": n, **dataclasses.asdict(reading)} for n, reading in numbered])
+        last = self._one(f"SELECT coalesce(max(number), 0) AS number FROM {table} WHERE job = ?", [id_])
+        assert last is not None
+        numbered = enumerate(rows, start=last["number"] + 1)
+        _replace(db, table, [{"job": id_, "number": n, **values, **dataclasses.asdict(row)} for n, row in numbered])
 
     def add_event(self, id_: int, event: Event) -> None:
         """Record an event from outside the trainer (the supervisor's)."""
@@ -583,6 +590,25 @@ class Store:
     ) -> Series:
         """The machine's readings, about one a second, from the start of the trainer. The cursor counts readings."""
         return self._series(id_, "telemetry", "number", _TELEMETRY, after, stride, revision, max_points)
+
+    def drifts(
+        self,
+        id_: int,
+        *,
+        after: int = 0,
+        stride: int | None = None,
+        revision: int | None = None,
+        max_points: int = 2000,
+    ) -> Series:
+        """How far the run's precision strayed from fp32, a value per check. The cursor counts checks."""
+        return self._series(id_, "drifts", "number", _DRIFTS, after, stride, revision, max_points)
+
+    def skipped_steps(self, id_: int) -> int:
+        """How many steps left the weights as they were."""
+        with self._reported():
+            # By name: without statistics SQLite would rather read all steps of the job.
+            sql = "SELECT count(*) FROM metrics INDEXED BY metrics_skipped WHERE job = ? AND skipped = 1"
+            return int(self._db.execute(sql, [id_]).fetchone()[0])
 
     def _series(
         self,

@@ -15,7 +15,7 @@ from vramfit.config import RunConfig
 from vramfit.errors import JobError
 
 # The tables that each released migration made. A line is added with each one and never changed.
-RELEASED = {"0001_first_tables": "61e3c0", "0002_metrics_by_64": "694b42"}
+RELEASED = {"0001_first_tables": "61e3c0", "0002_metrics_by_64": "694b42", "0003_drifts_and_heat": "2ea786"}
 
 
 def tables(path: Path) -> str:
@@ -51,6 +51,35 @@ def test_opening_twice_changes_nothing(tmp_path: Path) -> None:
         assert [job.id for job in second.jobs()] == [1]
         applied = second._db.execute("SELECT name FROM _sqlite_migrations").fetchall()
     assert [row[0] for row in applied] == list(RELEASED)
+
+
+def test_a_file_of_the_version_before_keeps_its_rows(tmp_path: Path) -> None:
+    """Written by the first two migrations alone, as 0.1 did."""
+    (tmp_path / "runs").mkdir()
+    db = schema.connect(tmp_path / "vramfit.db")
+    for migration in schema.migrations._migrations[:2]:
+        migration.fn(db)
+        db["_sqlite_migrations"].insert(
+            {"migration_set": "vramfit", "name": migration.name, "applied_at": "2026-11-01"}, alter=True
+        )
+    db.execute("PRAGMA user_version=2")
+    config = RunConfig().to_json()
+    db.execute(
+        "INSERT INTO jobs (name, state, position, config, folder, created_at) "
+        "VALUES ('old', 'failed', 1, ?, 'runs/1', 1)",
+        [config],
+    )
+    db.execute("INSERT INTO metrics (job, step, attempt, time, loss, skipped) VALUES (1, 1, 1, 1, 2.5, 1)")
+    db.execute("INSERT INTO telemetry (job, number, time, host_bytes) VALUES (1, 1, 1, 7)")
+    db.close()
+    with Store(tmp_path) as store:
+        assert store.job(1).name == "old"
+        assert store.series(1).columns["loss"] == [2.5]
+        assert store.skipped_steps(1) == 1
+        assert store.telemetry(1).columns["host_bytes"] == [7]
+        assert len(store.drifts(1)) == 0
+        applied = [row[0] for row in store._db.execute("SELECT name FROM _sqlite_migrations").fetchall()]
+    assert applied == list(RELEASED)
 
 
 def test_many_that_open_a_new_folder_at_once_all_succeed(tmp_path: Path) -> None:

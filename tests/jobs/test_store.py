@@ -22,7 +22,7 @@ from jobs.job import ACTIVE, FINAL, Job, Series
 from jobs.store import SUPERVISOR_LEASE, Store, stride_for
 from vramfit.config import RunConfig
 from vramfit.errors import JobError, OutOfDisk
-from vramfit.training.metrics import Evaluation, Event, PhaseProgress, StepMetrics, Telemetry, TextSample
+from vramfit.training.metrics import DriftCheck, Evaluation, Event, PhaseProgress, StepMetrics, Telemetry, TextSample
 
 
 def metrics(step: int, *, loss: float | None = None, allocated_bytes: int = 100) -> StepMetrics:
@@ -481,3 +481,60 @@ def test_no_folder_remains_when_its_job_cannot_be_added(store: Store, monkeypatc
         store.add_job(RunConfig(name="full"))
     assert store.jobs() == []
     assert list((store.data_dir / "runs").iterdir()) == []
+
+
+# ---- precision ------------------------------------------------------------------------------------------------------
+
+
+def drift(step: int, loss: float = 0.001, raised: str = "") -> DriftCheck:
+    return DriftCheck(step=step, time=1000.0 + step, loss=loss, grad_norm=2 * loss, raised=raised)
+
+
+def test_drifts_are_numbered_as_they_come_also_several_at_a_step(store: Store) -> None:
+    job = running(store)
+    store.record(job.id, attempt=1, drifts=[drift(10, 0.02), drift(10, 0.001, "head")])
+    store.record(job.id, attempt=1, drifts=[drift(20, math.inf)])
+    found = store.drifts(job.id)
+    assert found.columns["number"] == [1, 2, 3]
+    assert found.columns["step"] == [10, 10, 20]
+    assert found.columns["loss"] == [0.02, 0.001, None]
+    assert store.drifts(job.id, after=2, stride=1, revision=found.revision).columns["step"] == [20]
+    rows = store._db.execute("SELECT raised, attempt FROM drifts WHERE job = ? ORDER BY number", [job.id]).fetchall()
+    assert rows == [("", 1), ("head", 1), ("", 1)]
+
+
+def test_a_resume_takes_back_the_drifts_of_steps_that_will_be_done_again(store: Store) -> None:
+    job = running(store, rows=30)
+    store.record(job.id, attempt=1, drifts=[drift(10), drift(20), drift(30)])
+    store.transition(job.id, expected=("running",), state="failed", attempt=1)
+    store.enqueue(job.id)
+    store.claim_next("me")
+    store.begin_attempt(job.id, attempt=2, owner="trainer", resume_step=20)
+    store.record(job.id, attempt=2, drifts=[drift(30, 0.5)])
+    assert store.drifts(job.id).columns["number"] == [1, 2, 3]
+    assert store.drifts(job.id).columns["loss"] == [0.001, 0.001, 0.5]
+
+
+def test_a_long_run_draws_the_worst_drift_of_each_bucket(store: Store) -> None:
+    job = running(store)
+    store.record(job.id, attempt=1, drifts=[drift(step, step / 1000) for step in range(1, 101)])
+    found = store.drifts(job.id, max_points=50)
+    assert found.stride == 2
+    assert found.columns["loss"] == [step / 1000 for step in range(2, 101, 2)]
+
+
+def test_skipped_steps_are_counted(store: Store) -> None:
+    job = running(store)
+    other = store.add_job(RunConfig())
+    rows = [replace(metrics(step), skipped=step in (1, 2, 7)) for step in range(1, 11)]
+    store.record(job.id, attempt=1, steps=rows)
+    assert (store.skipped_steps(job.id), store.skipped_steps(other)) == (3, 0)
+    store.record(job.id, attempt=1, steps=[metrics(7)])  # done again after a resume, and taken this time
+    assert store.skipped_steps(job.id) == 2
+
+
+def test_heat_is_kept_with_the_other_readings(store: Store) -> None:
+    job = running(store)
+    readings = [replace(telemetry(1), slowed_by_heat=True), replace(telemetry(2), slowed_by_heat=False), telemetry(3)]
+    store.record(job.id, attempt=1, telemetry=readings)
+    assert store.telemetry(job.id).columns["slowed_by_heat"] == [1, 0, None]

@@ -16,7 +16,16 @@ from vramfit.config import RunConfig
 from vramfit.engine.accelerators import prepare_allocator
 from vramfit.places import cache_folder, default_data_folder, open_data_folder
 from vramfit.planning.plan import Forecast
-from vramfit.training.metrics import Evaluation, Event, PhaseProgress, Recorder, StepMetrics, Telemetry, TextSample
+from vramfit.training.metrics import (
+    DriftCheck,
+    Evaluation,
+    Event,
+    PhaseProgress,
+    Recorder,
+    StepMetrics,
+    Telemetry,
+    TextSample,
+)
 from vramfit.units import format_bytes
 
 
@@ -105,6 +114,9 @@ class ProgressBar:
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self._target.evaluation(evaluation)
+
+    def drift(self, check: DriftCheck) -> None:
+        self._target.drift(check)
 
     def sample(self, sample: TextSample) -> None:
         self._target.sample(sample)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Final
 
 import psutil
 
 from vramfit.hardware.devices import Device, _ask, _import_nvml
 from vramfit.training.metrics import Telemetry
+
+_HOT: Final = 0x20 | 0x40
+"""The driver's bits for clocks held down by heat: nvmlClocksEventReason{Sw,Hw}ThermalSlowdown."""
 
 
 class Sampler:
@@ -47,7 +50,14 @@ class Sampler:
             power_watts=power / 1000 if power is not None else None,
             temperature_c=float(temperature) if temperature is not None else None,
             cpu_utilisation=cores,
+            slowed_by_heat=self._slowed_by_heat(),
         )
+
+    def _slowed_by_heat(self) -> bool | None:
+        reasons = self._sensor("nvmlDeviceGetCurrentClocksEventReasons")
+        if reasons is None:  # what it is called in drivers before 535
+            reasons = self._sensor("nvmlDeviceGetCurrentClocksThrottleReasons")
+        return None if reasons is None else bool(reasons & _HOT)
 
     def _sensor(self, function: str, *arguments: Any) -> Any:
         return None if self._handle is None else _ask(self._nvml, function, self._handle, *arguments)

@@ -59,6 +59,20 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DriftCheck:
+    """A micro-batch before `step` in the run's precision against fp32: |difference| / fp32's, of mean loss and gradient
+    norm, infinite where only fp32 gives finite numbers. `raised` are the parts that computed in fp32 meanwhile
+    ("head, norms"); a check that raises some is recorded once before and once after each.
+    """
+
+    step: int
+    time: float
+    loss: float
+    grad_norm: float
+    raised: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TextSample:
     """Generated text. `stage` is "before" (the model as it came) or "after" (as it is at `step`)."""
 
@@ -84,7 +98,7 @@ class Telemetry:
     """One reading of the machine: what the driver shows. None where it has no such sensor or there is no card.
 
     Utilisation is 0..1; `device_bytes` is memory in use on the card by everyone; `host_bytes` the trainer's resident
-    set.
+    set. `slowed_by_heat` is True while the driver holds the clocks down because the card is too hot.
     """
 
     time: float
@@ -94,6 +108,7 @@ class Telemetry:
     power_watts: float | None
     temperature_c: float | None
     cpu_utilisation: float | None = None
+    slowed_by_heat: bool | None = None
 
 
 class Recorder(Protocol):
@@ -103,6 +118,7 @@ class Recorder(Protocol):
     def forecast(self, forecast: Forecast) -> None: ...
     def steps(self, metrics: Sequence[StepMetrics]) -> None: ...
     def evaluation(self, evaluation: Evaluation) -> None: ...
+    def drift(self, check: DriftCheck) -> None: ...
     def sample(self, sample: TextSample) -> None: ...
     def event(self, event: Event) -> None: ...
     def telemetry(self, reading: Telemetry) -> None: ...

@@ -21,6 +21,7 @@ class FakeCard:
     free: int = 23 * GIB
     capability: tuple[int, int] = (8, 9)
     cores: int = 16384
+    clocks: int = 0x4  # bits of what holds the clocks down: the power limit
     broken: set[str] = field(default_factory=set)
 
 
@@ -67,6 +68,8 @@ class FakeNvml:
             "nvmlDeviceGetUtilizationRates": lambda card: SimpleNamespace(gpu=87, memory=40),
             "nvmlDeviceGetPowerUsage": lambda card: 312_500,
             "nvmlDeviceGetTemperature": lambda card, sensor: 64,
+            "nvmlDeviceGetCurrentClocksEventReasons": lambda card: card.clocks,
+            "nvmlDeviceGetCurrentClocksThrottleReasons": lambda card: card.clocks,
         }
         if name not in answers:
             raise AttributeError(name)

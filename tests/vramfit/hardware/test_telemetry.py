@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from vramfit.hardware.devices import TorchBuild, probe
 from vramfit.hardware.telemetry import Sampler
 from vramfit.units import GIB
@@ -38,6 +40,26 @@ def test_a_lost_sensor_reads_none_and_the_others_go_on(driver: Any, card: Any, t
     assert reading.power_watts is None
     assert reading.device_bytes is None
     assert reading.temperature_c == 64
+
+
+@pytest.mark.parametrize(("bits", "hot"), [(0x0, False), (0x4 | 0x1, False), (0x20, True), (0x40 | 0x8, True)])
+@pytest.mark.parametrize("broken", [set(), {"nvmlDeviceGetCurrentClocksEventReasons"}])
+def test_clocks_held_down_by_heat_are_told_from_all_other_reasons(
+    driver: Any, card: Any, tmp_path: Path, bits: int, hot: bool, broken: set[str]
+) -> None:
+    """Drivers before 535 know the question by its older name only."""
+    nvml = driver(card(clocks=bits, broken=broken))
+    sampler = Sampler(probe(tmp_path, nvml=nvml, environment={}, build=CUDA_BUILD).devices[0], nvml=nvml)
+    assert sampler.read(os.getpid()).slowed_by_heat is hot
+
+
+def test_a_driver_that_does_not_tell_what_holds_the_clocks_reads_none(driver: Any, card: Any, tmp_path: Path) -> None:
+    silent = card(
+        clocks=0x20, broken={"nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"}
+    )
+    nvml = driver(silent)
+    sampler = Sampler(probe(tmp_path, nvml=nvml, environment={}, build=CUDA_BUILD).devices[0], nvml=nvml)
+    assert sampler.read(os.getpid()).slowed_by_heat is None
 
 
 def test_without_a_card_there_is_the_process(driver: Any, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from vramfit.config import RunConfig
 from vramfit.planning.plan import Forecast
-from vramfit.training.metrics import Evaluation, Event, PhaseProgress, StepMetrics, Telemetry, TextSample
+from vramfit.training.metrics import DriftCheck, Evaluation, Event, PhaseProgress, StepMetrics, Telemetry, TextSample
 
 
 @dataclass
@@ -23,6 +23,7 @@ class Kept:
     forecasts: list[Forecast] = field(default_factory=list)
     metrics: list[StepMetrics] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
+    drifts: list[DriftCheck] = field(default_factory=list)
     samples: list[TextSample] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
@@ -37,6 +38,9 @@ class Kept:
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)
+
+    def drift(self, check: DriftCheck) -> None:
+        self.drifts.append(check)
 
     def sample(self, sample: TextSample) -> None:
         self.samples.append(sample)
