@@ -30,17 +30,19 @@ class Backend:
     """What torch offers on a kind of device, whatever the model of the card.
 
     `kind` is torch's word for it and `name` ours. `autocast` are the formats it casts to; `pinned` whether copies from
-    page-locked memory run beside computing and `streams` whether there are streams for them; `statistics` whether its
-    allocator counts allocated and reserved bytes, `peaks` whether it keeps their highest, `caches` whether it holds
-    freed memory back; `expandable` whether its segments can grow (on Linux; see `prepare_allocator`). `fused` is
-    whether optimizers have one kernel for all parameters, `flash` whether attention has one that never makes the
-    scores, `graphs` whether a step can be recorded and replayed.
+    page-locked memory run beside computing, `paged` whether its driver can move memory to RAM when it runs short, and
+    `streams` whether there are streams for copies; `statistics` whether its allocator counts allocated and reserved
+    bytes, `peaks` whether it keeps their highest, `caches` whether it holds freed memory back; `expandable` whether its
+    segments can grow (on Linux; see `prepare_allocator`). `fused` is whether optimizers have one kernel for all
+    parameters, `flash` whether attention has one that never makes the scores, `graphs` whether a step can be recorded
+    and replayed.
     """
 
     name: str
     kind: str
     autocast: tuple[Format, ...] = ()
     pinned: bool = False
+    paged: bool = False
     streams: bool = False
     statistics: bool = False
     peaks: bool = False
@@ -56,6 +58,7 @@ _CARD: Final = Backend(
     kind="cuda",
     autocast=("bf16", "fp16"),
     pinned=True,
+    paged=True,
     streams=True,
     statistics=True,
     peaks=True,
@@ -71,7 +74,7 @@ BACKENDS: Final[dict[str, Backend]] = {
     for backend in (
         _CARD,
         dataclasses.replace(_CARD, name="rocm"),
-        dataclasses.replace(_CARD, name="xpu", kind="xpu", graphs=False),
+        dataclasses.replace(_CARD, name="xpu", kind="xpu", graphs=False, paged=False),
         Backend(
             name="mps", kind="mps", autocast=("bf16", "fp16"), statistics=True, caches=True, fused=True
         ),  # its memory is the machine's own, so nothing is copied to it

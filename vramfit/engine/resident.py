@@ -239,8 +239,10 @@ class ResidentExecutor:
         with torch.no_grad():
             for name, tensor in live.items():
                 tensor.copy_(saved[name])
-        states = {name.removeprefix(_OPTIMIZER): value for name, value in tensors.items() if name.startswith(_OPTIMIZER)}
-        load_optimizer_state(self.optimizer, self._trained, states, values.get("optimizer", {}))
+        saved_states = {
+            name.removeprefix(_OPTIMIZER): value for name, value in tensors.items() if name.startswith(_OPTIMIZER)
+        }
+        load_optimizer_state(self.optimizer, self._trained, saved_states, values.get("optimizer", {}))
         self._end.load_values(values.get("step_end", {}))
         if self._scaler and values.get("scaler"):
             self._scaler.load_state_dict(dict(values["scaler"]))
