@@ -219,30 +219,32 @@ class _Before:
 
 
 class _Buffers:
-    """A model's buffers as they were at the last `note`. Copied only when they have changed since the one before."""
+    """A model's buffers as they were at the last `note`. Copied each time: batch normalisation moves its running means
+    without counting that as a change."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._kept: dict[str, tuple[Tensor, int, Tensor]] = {}
+        self._live: list[Tensor] = []
+        self._copies: list[Tensor] = []
 
     def note(self) -> list[Tensor]:
-        """Keep copies of the small ones. Returns the large ones: weights that somebody stores as buffers."""
-        large = []
-        for name, buffer in self._model.named_buffers():
-            if buffer.nbytes > LARGEST_COPY_BYTES:
-                large.append(buffer)
-                continue
-            kept = self._kept.get(name)
-            if kept is None or kept[0] is not buffer or kept[1] != _version(buffer):
-                self._kept[name] = (buffer, _version(buffer), buffer.detach().clone())
-        return large
+        """Copy the small ones. Returns the large ones: weights that somebody stores as buffers."""
+        buffers = list(self._model.buffers())
+        small = [buffer for buffer in buffers if buffer.nbytes <= LARGEST_COPY_BYTES]
+        if not _are_the_same(small, self._live):
+            self._live, self._copies = small, [buffer.detach().clone() for buffer in small]
+        elif small:
+            torch._foreach_copy_(self._copies, self._live)
+        return [buffer for buffer in buffers if buffer.nbytes > LARGEST_COPY_BYTES]
 
     def put_back(self) -> None:
-        with torch.no_grad():
-            for name, (buffer, version, copy) in self._kept.items():
-                if _version(buffer) != version:
-                    buffer.copy_(copy)
-                    self._kept[name] = (buffer, _version(buffer), copy)
+        if self._live:
+            with torch.no_grad():
+                torch._foreach_copy_(self._live, self._copies)
+
+
+def _are_the_same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
 
 
 def _version(tensor: Tensor) -> int:
