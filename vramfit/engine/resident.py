@@ -293,8 +293,15 @@ class ResidentExecutor:
             tokens=targets.tokens.to(self.device, non_blocking=True),
             weights=None if targets.weights is None else targets.weights.to(self.device, non_blocking=True),
         )
-        with autocast(self.device, self.raised.compute):
+        with self._computing():
             return self._loss(model_inputs(piece, self.device), on_device, gradient_scale=gradient_scale)
+
+    def _computing(self) -> contextlib.AbstractContextManager[Any]:
+        """Autocast, where anything is to be cast: weights trained in the format they are computed in are not."""
+        in_one_format = self.plan.trained_format == self.raised.compute and not self.plan.lora_rank
+        if in_one_format and not self.raised.now:
+            return contextlib.nullcontext()
+        return autocast(self.device, self.raised.compute)
 
     def _finish(self, losses: list[Tensor], trained: Trained, recovered: str) -> StepResult:
         finish = self._end.finish(losses)

@@ -35,7 +35,7 @@ def load_model(
     quiet_transformers()
     torch.manual_seed(config.seed)
     if config.model.source == STARTER_MODEL:
-        return build_starter().to(plan.device)
+        return _weights_in(build_starter(), _weight_dtype(plan)).to(plan.device)
     if config.method == "pretrain":
         return _untrained(config.model, plan).to(plan.device)
     model = _trained(config.model, plan)
@@ -98,6 +98,13 @@ def build_starter() -> nn.Module:
     from vramfit.starter.shape import MODEL_CONFIG
 
     model: nn.Module = LlamaForCausalLM(LlamaConfig.from_dict(MODEL_CONFIG, attn_implementation="sdpa"))
+    return model
+
+
+def _weights_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model with its parameters in `dtype`; not its buffers: positions' frequencies are of no use in 16 bits."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
     return model
 
 
