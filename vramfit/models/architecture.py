@@ -156,6 +156,11 @@ class Architecture:
         """Whether attention is given one key head for all queries, as it is."""
         return self.family in families.SPREADS_HEADS and self.kv_heads == 1 < self.heads
 
+    def slides(self, layer: int) -> bool:
+        """Whether block `layer` (from 0) looks back no further than the sliding window."""
+        every = families.FULL_ATTENTION_EVERY.get(self.family, 0)
+        return self.sliding_window is not None and not (every and (layer + 1) % every == 0)
+
     @cached_property
     def moe_layers(self) -> int:
         """How many blocks have experts."""

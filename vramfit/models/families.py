@@ -332,6 +332,40 @@ DROPOUT_KEYS: Final = ("resid_pdrop", "resid_dropout", "residual_dropout", "hidd
 SPREADS_HEADS: Final = frozenset({"falcon"})
 """Families that leave one key head to be spread over all queries by the kernel, which no fused one does."""
 
+FULL_ATTENTION_EVERY: Final[Mapping[str, int]] = {
+    "gemma2": 2,
+    "gemma3_text": 6,
+    "cohere2": 4,
+    "olmo3": 4,
+    "gpt_oss": 2,
+}
+"""Families with sliding windows in which each so many-th block looks at all positions; in the others all blocks slide.
+A window shorter than the sequence is a mask, and with a mask no kernel is told that attention is causal."""
+
+NAMES_BRANCH: Final = frozenset({"gpt2", "gpt_bigcode", "gpt_neo"})
+"""Families whose block keeps what attention gave in a variable until it returns."""
+
+RETURNS_SCORES: Final = frozenset({"bloom", "mpt", "gpt_neo"})
+"""Families whose blocks return attention's weights: those of one block are there until the next has returned."""
+
+PLAIN_SOFTMAX: Final = frozenset({"gpt_neo"})
+"""Families whose softmax says no format: autocast makes it fp32 on cards and leaves it in 16 bits on CPUs."""
+
+MASK_OF_ALL_POSITIONS: Final[Mapping[str, str]] = {"gpt_neo": "blocks", "gpt_bigcode": "model"}
+"""Families with a buffer of a byte for each pair of the positions they can have: in every block, or once."""
+
+FP32_DISTANCES: Final = frozenset({"mpt"})
+"""Families that add ALiBi's distances in fp32, so that the scores are in fp32 from there on."""
+
+WEIGHS_IN_FP32: Final = frozenset({"mixtral", "phimoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"})
+"""Families with experts whose router gives fp32 weights, so that what experts give is weighted and summed in fp32."""
+
+CLAMPS_GATE: Final = frozenset({"gpt_oss"})
+"""Families with experts that limit the gate and what it opens for, each an operation of its own."""
+
+FP32_NORM_WEIGHT: Final = frozenset({"gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "gpt_oss"})
+"""Families whose RMSNorm multiplies with its weight in fp32 and casts last."""
+
 CHANGES_LOGITS: Final = frozenset({"cohere", "cohere2", "granite", "granitemoe", "minicpm"})
 """Families that scale what the head gives (besides those with a soft cap)."""
 

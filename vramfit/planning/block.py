@@ -28,7 +28,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from vramfit.models.architecture import Architecture, Linear
-from vramfit.models.families import WIDE_LAYER_NORM
+from vramfit.models.families import (
+    CLAMPS_GATE,
+    FP32_DISTANCES,
+    FP32_NORM_WEIGHT,
+    NAMES_BRANCH,
+    PLAIN_SOFTMAX,
+    RETURNS_SCORES,
+    WEIGHS_IN_FP32,
+    WIDE_LAYER_NORM,
+)
 from vramfit.planning.program import PYTHON_KERNELS, Kernels
 from vramfit.planning.tape import Moment, Tape, Value, highest
 
@@ -40,8 +49,8 @@ class Formats:
     `autocast` is whether linears cast what they are given; `adapted` are the linears with LoRA, of `rank`, in
     `adapter` bytes, and `dropout_mask` is bytes per number that their dropout keeps (0: none; cards keep a byte, the
     CPU a factor). `quantised` is whether the block's linears are in few bits. `masked` is whether attention gets a
-    mask, as packed rows do; `length` is tokens of a sequence, wherever one attends to all others in memory (0:
-    nowhere).
+    mask, as packed rows do, `window` whether the blocks that slide do; `length` is tokens of a sequence, wherever one
+    attends to all others in memory (0: nowhere). `softmax` is bytes per number of a softmax that names no format.
     """
 
     residual: int
@@ -56,7 +65,9 @@ class Formats:
     attention: str = "sdpa"
     branch_mask: int = 0
     masked: bool = False
+    window: bool = False
     length: int = 0
+    softmax: int = 4
     kernels: Kernels = PYTHON_KERNELS
 
     @property
@@ -68,10 +79,11 @@ class Formats:
 class BlockMemory:
     """One block, its input not counted: bytes per token `saved` for backward (and whether its `input_saved` is among
     what backward needs), and the moments that can be the highest of forward, of backward, and of a forward that keeps
-    nothing. Backward begins with everything saved.
+    nothing. Backward begins with everything saved and the gradient of the block's output.
 
     `selected`: what selective recompute keeps of it (every second product's result and attention's), `beyond` what of
-    that backward itself would not keep; `frozen_inputs`: what functions hold that autograd does not free."""
+    that backward itself would not keep; `frozen_inputs`: what functions hold that autograd does not free; `returned`:
+    attention's weights, where the block returns them."""
 
     input: float
     input_saved: bool
@@ -82,22 +94,30 @@ class BlockMemory:
     selected: float = 0.0
     beyond: float = 0.0
     frozen_inputs: float = 0.0
+    returned: float = 0.0
 
 
 @lru_cache(maxsize=512)
 def block_memory(architecture: Architecture, layer: int, formats: Formats, *, input_grad: bool = True) -> BlockMemory:
     """Walk block `layer`; `input_grad` is False for the first block of a frozen model: its input needs none."""
     tape, start = block_tape(architecture, layer, formats, input_grad=input_grad)
-    forward = highest(tape.forward())
     return BlockMemory(
         input=start.size,
         input_saved=any(start.storage in operation.saves for operation in tape.operations),
         saved=tape.saved,
-        forward=forward,
-        backward=highest((*tape.backward(), *forward)),
+        forward=highest(tape.forward()),
+        backward=highest(tape.backward()),
         evaluation=highest(tape.forward(keeps=False)),
+        returned=_returned(architecture, formats),
         **_held_otherwise(tape),
     )
+
+
+def _returned(architecture: Architecture, formats: Formats) -> float:
+    """Bytes per token of attention's weights, in the format they are multiplied with the values in."""
+    if formats.attention != "eager" or architecture.family not in RETURNS_SCORES:
+        return 0.0
+    return float(formats.compute * architecture.heads * formats.length)
 
 
 def _held_otherwise(tape: Tape) -> dict[str, float]:
@@ -132,6 +152,7 @@ class _Writer:
         self.kernels = formats.kernels
         self.tape = Tape()
         self.linears = architecture.linears(layer)
+        self.masked = formats.masked or (formats.window and architecture.slides(layer))
 
     def write(self) -> tuple[Tape, Value]:
         """The block's operations, and its input."""
@@ -146,7 +167,8 @@ class _Writer:
             return self.tape, start
         middle = self.tape.operation("add", (start, attention), residual, passes=True)
         mlp = self.after_norm(self.branch_dropout(self.mlp(self.norm(middle))))
-        self.tape.operation("add", (middle, mlp), residual, passes=True)
+        held = (attention,) if shape.family in NAMES_BRANCH else ()
+        self.tape.operation("add", (middle, mlp), residual, passes=True, holds=held)
         return self.tape, start
 
     def branch_dropout(self, value: Value) -> Value:
@@ -175,7 +197,7 @@ class _Writer:
         normal = self.tape.operation(
             "normalise", (wide,), 4.0 * numbers, saves=(wide,), forward_temporary=0.0, backward_temporary=4.0 * numbers
         )
-        if self.kernels.norm == "fp32" and out < 4.0 * numbers:
+        if out < 4.0 * numbers and (self.kernels.norm == "fp32" or self.shape.family in FP32_NORM_WEIGHT):
             kept = (normal,) if trained else ()
             normal = self.tape.operation("scale", (normal,), 4.0 * numbers, saves=kept, trained=trained)
             return self.tape.operation("to 16 bits", (normal,), out)
@@ -212,8 +234,9 @@ class _Writer:
         """Families with four norms also normalise what a branch returns."""
         return self.norm(value) if self.shape.norms_per_layer == 4 else value
 
-    def linear(self, value: Value, linear: Linear) -> Value:
-        """x W: keeps x when W trains. LoRA keeps its input for A and the rank-sized product for B."""
+    def linear(self, value: Value, linear: Linear, *, named: Sequence[Value] = ()) -> Value:
+        """x W: keeps x when W trains. LoRA keeps its input for A and the rank-sized product for B. `named` are
+        variables of the module that ends with this linear, its argument among them: they live until it returns."""
         formats, compute = self.formats, self.formats.compute
         out = float(compute * linear.outputs)
         adapted = linear.module and linear.name in formats.adapted
@@ -230,15 +253,16 @@ class _Writer:
             trained=linear.params if formats.trains else 0,
             weights=linear.weights,
             backward_temporary=copy,
+            holds=named,
         )
-        return self.adapter(value, result, linear) if adapted else result
+        return self.adapter(value, result, linear, named) if adapted else result
 
-    def adapter(self, value: Value, result: Value, linear: Linear) -> Value:
+    def adapter(self, value: Value, result: Value, linear: Linear, named: Sequence[Value]) -> Value:
         """result + scale B A dropout(x). The input goes to the adapter's format first, and under autocast to 16 bits
         behind the dropout; adapters of the input's own format share it."""
         formats, width, rank = self.formats, linear.inputs, self.formats.rank
         compute = formats.compute if formats.autocast else max(formats.compute, formats.adapter)
-        fed, held = value, [value]  # what the linear was given, and its cast, are variables until it returns
+        fed, held = value, [value, *named]  # what the linear was given, and its cast, are variables until it returns
         if formats.kernels.adapter == "fused":  # one kernel for the projections of an input: it and a dropped copy each
             fed = self.tape.operation("dropout", (value,), float(formats.compute * width), saves=(value,))
         else:
@@ -269,24 +293,25 @@ class _Writer:
 
     def attention(self, value: Value) -> Value:
         """Projections, positions, the kernel, the output projection."""
-        shape, size = self.shape, self.formats.compute
+        shape, kind = self.shape, self.formats.attention
         projections = [linear for linear in self.linears if linear.part == "attention"]
-        queries, keys, values = (
+        queries, keys, values = named = (
             self.latent_heads(value, projections[:-1]) if shape.latent else self.heads(value, projections[:-1])
         )
-        repeats = shape.kv_width < shape.q_width and (self.formats.masked or self.kernels.repeats_kv)
-        if repeats:  # with a mask the library copies keys and values to every query head
-            wide = float(size * shape.q_width)
+        repeats = shape.kv_width < shape.q_width and (self.masked or kind == "eager" or self.kernels.repeats_kv)
+        if repeats and (shape.kv_heads > 1 or kind == "eager"):  # one head for all is spread without a copy
+            wide = float(self.formats.compute * shape.q_width)
             keys = self.tape.operation("repeat", (keys,), wide)
             values = self.tape.operation("repeat", (values,), wide)
-        kernel = self.eager(queries, keys, values) if self.formats.attention == "eager" else None
-        if self.formats.attention == "math":
+        if kind == "eager":
+            kernel = self.sinks(queries, keys, values) if shape.attn_sinks else self.eager(queries, keys, values)
+        elif kind == "math":
             kernel = self.unfused(queries, keys, values)
-        if kernel is None:
+        else:
             kernel = self.flash(queries, keys, values, grouped=not repeats)
-        if self.kernels.copies_heads and self.formats.attention != "eager":
+        if self.kernels.copies_heads and kind != "eager":
             kernel = self.tape.operation("copy", (kernel,), kernel.size)
-        return self.dropped(self.linear(kernel, projections[-1]), float(shape.hidden_size))
+        return self.dropped(self.linear(kernel, projections[-1], named=(value, *named)), float(shape.hidden_size))
 
     def flash(self, queries: Value, keys: Value, values: Value, *, grouped: bool) -> Value:
         """One kernel. Its backward adds the queries' gradient up in fp32 where it computes in 16 bits; with fewer kv
@@ -294,7 +319,7 @@ class _Writer:
         shape, size = self.shape, self.formats.compute
         expanded = 2.0 * size * (shape.q_width - shape.kv_width) if grouped else 0.0
         adds_up = 4.0 * shape.q_width if size < 4 else 0.0
-        mask = float(size * self.formats.length) if self.formats.masked else 0.0
+        mask = float(size * self.formats.length) if self.masked else 0.0
         return self.tape.operation(
             "attention",
             (queries, keys, values),
@@ -307,33 +332,77 @@ class _Writer:
         )
 
     def unfused(self, queries: Value, keys: Value, values: Value) -> Value:
-        """SDPA without a fused kernel, as it is for heads that it must spread out itself: all in fp32, scores kept."""
-        shape, size = self.shape, self.formats.compute
-        wide = 4.0 * shape.q_width
-        factors = [self.tape.operation("to fp32", (value,), wide) for value in (queries, keys, values)]
+        """SDPA without a fused kernel, as it is for heads that it must spread out itself and, on CPUs, for values of
+        another width than the keys: all in fp32, queries and keys scaled, scores kept. Its variables live until the
+        end."""
+        shape, size, tape = self.shape, self.formats.compute, self.tape
+        wide, out = 4.0 * shape.q_width, 4.0 * shape.attention_out_width
+        factors = [queries, keys, values]
+        if size < 4:
+            factors = [
+                tape.operation("to fp32", (value,), each)
+                for value, each in zip(factors, (wide, wide, out), strict=True)
+            ]
+        held = factors[:2]
+        scaled = [tape.operation("scale", (value,), wide) for value in held]
         pairs = 4.0 * shape.heads * self.formats.length
-        scores = self.tape.operation("scores", factors[:2], pairs, saves=factors[:2])
-        soft = self.tape.operation("softmax", (scores,), pairs, saves_output=True)
-        product = self.tape.operation("product", (soft, factors[2]), wide, saves=(soft, factors[2]))
-        return self.tape.operation("to 16 bits", (product,), float(size * shape.q_width)) if size < 4 else product
+        scores = tape.operation("scores", scaled, pairs, saves=scaled, holds=held)
+        if self.masked:
+            scores = tape.operation("mask", (scores,), pairs, passes=True)
+        soft = tape.operation("softmax", (scores,), pairs, saves_output=True, holds=held)
+        product = tape.operation("product", (soft, factors[2]), out, saves=(soft, factors[2]), holds=held)
+        if size == 4:
+            return product
+        return tape.operation("to 16 bits", (product,), float(size * shape.attention_out_width))
 
     def eager(self, queries: Value, keys: Value, values: Value) -> Value:
         """Scores of every pair of positions, softmax (in fp32 unless the program says otherwise, then a 16-bit copy for
         the product with the values)."""
-        shape, size = self.shape, self.formats.compute
+        shape, size, tape = self.shape, self.formats.compute, self.tape
         pairs = float(shape.heads * self.formats.length)
-        scores = self.tape.operation("scores", (queries, keys), size * pairs, saves=(queries, keys))
+        first = scores = tape.operation("scores", (queries, keys), size * pairs, saves=(queries, keys))
         if shape.attn_softcap:  # cap * tanh(scores / cap)
-            scores = self.tape.operation("tanh", (scores,), size * pairs, saves_output=True)
-            scores = self.tape.operation("scale", (scores,), size * pairs)
-        widens = size < 4 and self.kernels.eager_fp32
-        wide = self.tape.operation("to fp32", (scores,), 4 * pairs) if widens else scores
-        soft = self.tape.operation("softmax", (wide,), wide.size, saves_output=True)
-        if widens:
-            soft = self.tape.operation("to 16 bits", (soft,), size * pairs)
+            scores = tape.operation("tanh", (scores,), size * pairs, saves_output=True)
+            scores = tape.operation("scale", (scores,), size * pairs)
+        library, soft_size = self.kernels.eager_fp32, 4
+        held: tuple[Value, ...] = ()
+        if shape.family in FP32_DISTANCES:
+            scores = tape.operation("distances", (scores,), 4 * pairs, passes=size == 4)
+            scores = tape.operation("mask", (scores,), 4 * pairs)
+            held = (scores,)
+        elif library:  # its mask is added, not written into the scores
+            if shape.family in PLAIN_SOFTMAX:  # another mask of its own is written into a copy of them
+                soft_size = self.formats.softmax
+                scores = tape.operation("mask", (scores,), size * pairs)
+            scores = tape.operation("mask", (scores,), size * pairs, passes=True)
+            held = (first, scores) if shape.position == "alibi" else (scores,)
+        widens = library and scores.size < soft_size * pairs
+        wide = tape.operation("to fp32", (scores,), 4 * pairs) if widens else scores
+        soft = tape.operation("softmax", (wide,), wide.size, saves_output=True, holds=held)
+        if soft.size > size * pairs:
+            soft = tape.operation("to 16 bits", (soft,), size * pairs, holds=held)
         soft = self.dropped(soft, pairs)
-        return self.tape.operation(
-            "product", (soft, values), float(size * shape.attention_out_width), saves=(soft, values)
+        return tape.operation("product", (soft, values), float(size * shape.attention_out_width), saves=(soft, values))
+
+    def sinks(self, queries: Value, keys: Value, values: Value) -> Value:
+        """GPT-OSS: every head has one score more that takes a share of the softmax and is cut off again, all in the
+        format attention computes in. The largest score is subtracted first; its gradient is written into zeros."""
+        shape, tape = self.shape, self.tape
+        pairs = float(self.formats.compute * shape.heads * self.formats.length)
+        scores = tape.operation("scores", (queries, keys), pairs, saves=(queries, keys))
+        masked = tape.operation("mask", (scores,), pairs, passes=True)
+        joined = tape.operation("join", (masked,), pairs, passes=True)
+        shifted = tape.operation("shift", (joined,), pairs, backward_temporary=pairs, holds=(masked,))
+        soft = tape.operation(
+            "softmax", (shifted,), pairs, saves_output=True, backward_temporary=pairs, holds=(masked, shifted)
+        )
+        cut = tape.operation("cut", (soft,), pairs, view=True)
+        return tape.operation(
+            "product",
+            (cut, values),
+            float(self.formats.compute * shape.attention_out_width),
+            saves=(cut, values),
+            holds=(shifted,),
         )
 
     def dropped(self, value: Value, numbers: float) -> Value:
@@ -353,7 +422,8 @@ class _Writer:
             whole = made[0]
             return self.positioned(whole, q), self.positioned(whole, k), self.part(whole, k)
         queries, keys, values = made
-        return self.positioned(self.head_norm(queries), q), self.positioned(self.head_norm(keys), k), values
+        queries, keys = self.head_norm(queries), self.head_norm(keys)
+        return self.positioned(queries, q), self.positioned(keys, k, named=(queries,)), values
 
     def fused_heads(self, value: Value, projections: Sequence[Linear]) -> tuple[Value, Value, Value]:
         """A program with one projection for all three, where the checkpoint has three; adapters stay each its own."""
@@ -397,16 +467,16 @@ class _Writer:
             return value
         return self.norm(value, int(value.size / self.formats.compute))
 
-    def positioned(self, value: Value, size: float) -> Value:
+    def positioned(self, value: Value, size: float, *, named: Sequence[Value] = ()) -> Value:
         """x cos + rotate(x) sin: three temporaries of x's size. cos and sin come in the residual's format. A fused
-        kernel works in place."""
+        kernel works in place. `named` are variables that live until it is done."""
         if self.shape.position != "rope":
             return value if value.size == size else self.part(value, size)
         if self.kernels.rope == "fused" and value.size == size:
             return self.tape.operation("rope", (value,), size, view=True)
         wide = size * max(1.0, self.formats.residual / self.formats.compute)
         rotated = self.tape.operation(
-            "rope", (value,), wide, forward_temporary=2.0 * wide, backward_temporary=2.0 * wide
+            "rope", (value,), wide, forward_temporary=2.0 * wide, backward_temporary=2.0 * wide, holds=named
         )
         if wide == size:
             return rotated
@@ -421,12 +491,16 @@ class _Writer:
         queries = value
         for number, linear in enumerate(query_linears):
             queries = self.linear(self.norm(queries, linear.inputs) if number else queries, linear)
-        width = float(size * self.shape.q_width)
-        queries = self.positioned(queries, width)
         compressed = self.linear(value, down)
-        expanded = self.linear(self.norm(compressed, latent.kv_rank), up)
-        keys = self.tape.operation("cat", (expanded,), width)
-        return queries, keys, self.part(expanded, float(size * self.shape.heads * latent.value_dim))
+        normed = self.norm(compressed, latent.kv_rank)
+        turned = float(size * self.shape.heads * latent.rope_dim)
+        rotated = self.positioned(self.part(queries, turned), turned)
+        shared = self.positioned(self.part(compressed, turned / self.shape.heads), turned / self.shape.heads)
+        width = float(size * self.shape.q_width)
+        joined = self.tape.operation("cat", (queries, rotated), width)
+        expanded = self.linear(normed, up)
+        keys = self.tape.operation("cat", (expanded, shared), width)
+        return joined, keys, self.part(expanded, float(size * self.shape.heads * latent.value_dim))
 
     def mlp(self, value: Value) -> Value:
         """The block's MLP, or its experts beside the shared ones."""
@@ -445,7 +519,7 @@ class _Writer:
         width = float(self.formats.compute * down.inputs)
         first = self.linear(value, ups[0])
         if self.shape.mlp == "plain":
-            return self.linear(self.activation(first, width), down)
+            return self.linear(self.activation(first, width), down, named=(value,))
         gate = first if len(ups) == 2 else self.part(first, width)
         active = self.activation(gate, width) if self.kernels.mlp == "python" else gate
         up = self.linear(value, ups[1]) if len(ups) == 2 else self.part(first, width)
@@ -455,7 +529,7 @@ class _Writer:
             # A fused kernel writes the gradients of gate and up over them; a compiler's are new.
             in_place = -2 * width if self.kernels.mlp == "fused" else 0.0
             product = self.tape.operation("gated", (gate, up), width, saves=(gate, up), backward_temporary=in_place)
-        return self.linear(product, down)
+        return self.linear(product, down, named=(value,))
 
     def activation(self, value: Value, width: float) -> Value:
         """SiLU, GELU and ReLU keep one tensor. GPT-2's GELU is written in Python and keeps four more."""
@@ -497,8 +571,9 @@ class _Writer:
             weights=sum(linear.weights for linear in ups),
             unpacks=max(linear.weights for linear in ups) // each if each else 0,
         )
-        product = up
-        if self.shape.mlp == "gated":
+        if self.shape.family in CLAMPS_GATE:
+            product = self.clamped_gate(up, wide)
+        elif self.shape.mlp == "gated":
             active = self.activation(self.part(up, wide), wide)
             product = self.tape.operation("mul", (active, self.part(up, wide)), wide, saves=(active, up))
         else:
@@ -512,7 +587,31 @@ class _Writer:
             weights=down.weights,
             unpacks=down.weights // each if each else 0,
         )
-        return self.tape.operation("combine", (answers,), float(size * hidden), saves=(answers,))
+        return self.combine(answers, routed, copies)
+
+    def clamped_gate(self, up: Value, width: float) -> Value:
+        """GPT-OSS: (up + 1) gate sigmoid(alpha gate), both limited first; the limits keep what they are given."""
+        tape = self.tape
+        gate = tape.operation("clamp", (self.part(up, width),), width, saves=(up,))
+        linear = tape.operation("clamp", (self.part(up, width),), width, saves=(up,))
+        scaled = tape.operation("scale", (gate,), width)
+        share = tape.operation("sigmoid", (scaled,), width, saves_output=True)
+        glu = tape.operation("mul", (gate, share), width, saves=(gate, share))
+        above = tape.operation("add", (linear,), width, passes=True)
+        return tape.operation("mul", (above, glu), width, saves=(above, glu))
+
+    def combine(self, answers: Value, routed: Value, copies: int) -> Value:
+        """Each answer times its weight, put back in the tokens' order, summed per token. What the experts were given is
+        a variable until then."""
+        size, hidden = self.formats.compute, self.shape.hidden_size
+        in_fp32 = size < 4 and self.shape.family in WEIGHS_IN_FP32
+        width = 4.0 * hidden if in_fp32 else float(size * hidden)
+        # Backward multiplies for the weights' gradient, too, and casts the answers' to their format.
+        spare = copies * width * (2 if in_fp32 else 1)
+        weighted = self.tape.operation("weigh", (answers,), copies * width, saves=(answers,), backward_temporary=spare)
+        ordered = self.tape.operation("order", (weighted,), copies * width, holds=(routed,))
+        total = self.tape.operation("combine", (ordered,), width)
+        return self.tape.operation("to 16 bits", (total,), float(size * hidden)) if in_fp32 else total
 
     def expert_trained(self, linears: Sequence[Linear], adapted: Sequence[Linear]) -> int:
         """Parameters of these matrices that get a gradient: all of them, or those of the adapters every expert has."""

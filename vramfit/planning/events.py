@@ -70,7 +70,7 @@ class _Run:
         self.work, self.plan, self.shape = work, work.plan, work.architecture
         self.events: list[Event] = []
         self._tensors = 0
-        self._tapes: dict[tuple[bool, bool], Tape] = {}
+        self._tapes: dict[tuple[bool, bool, bool], Tape] = {}
         self._steps: dict[tuple[int, bool], list[Step]] = {}
         self._gradients: list[int] = []  # of parameters; they live until the optimizer step
         self._until_backward_ends: list[int] = []
@@ -101,6 +101,7 @@ class _Run:
             self.make(size)
         for _ in range(STREAM_SLOTS if self.work.slots else 0):
             self.make(self.work.slots / STREAM_SLOTS)
+        self.make(self.work.buffers)
         self.make(self.work.buckets)
         if self.plan.recompute and self.plan.input_tier != "device":
             self.make(self.work.stream)
@@ -167,18 +168,22 @@ class _Run:
         work, layers = self.work, range(self.shape.layers)
         root = self.make(work.root, _GATHER)
         hidden = self.make(work.stream)
+        mask, returned = self.make(work.mask), 0
         blocks: list[_Kept] = []
         for layer in layers:
             gathered = self._gather(layer)
             kept, output = self._block_forward(layer, hidden)
             blocks.append(kept)
-            self.free(gathered, hidden if not kept.start else 0)
+            self.free(gathered, returned, hidden if not kept.start else 0)
+            returned = self.make(work.blocks[layer].returned * work.tokens) if layer < self.plan.recompute else 0
             hidden = output
+        self.free(returned, 0 if work.held_mask else mask)
         head_cast = self.make(work.head_cast)
         gradient, head_gradient = self._loss(hidden)
         held_logits = self.make(work.held_logits)
         self.free(head_cast, *(cast for kept in blocks[: self.plan.recompute] for cast in kept.casts))
         gradient = self._backward(blocks, gradient, first=first)
+        self.free(mask if work.held_mask else 0)
         self._embedding(gradient, head_gradient, first=first)
         self.free(root, held_logits, *self._until_backward_ends)
         self._until_backward_ends = []
@@ -200,7 +205,8 @@ class _Run:
     def _tape(self, layer: int) -> Tape:
         experts = self.shape.experts
         input_grad = layer > 0 or not self.plan.lora_rank or self.work.program.input_grads
-        key = bool(experts and experts.at(layer)), input_grad
+        slides = self.work.formats.window and self.shape.slides(layer)
+        key = bool(experts and experts.at(layer)), slides, input_grad
         if key not in self._tapes:
             self._tapes[key] = block_tape(self.shape, layer, self.work.formats, input_grad=input_grad)[0]
         return self._tapes[key]
@@ -495,18 +501,18 @@ class _Run:
         """Forward with nothing kept."""
         work = self.work
         root, hidden, casts = self.make(work.root, _GATHER), self.make(work.stream), list[int]()
+        mask, returned = self.make(work.mask), 0
         for layer in range(self.shape.layers):
             gathered = self._gather(layer)
             casts += self._casts(layer)
             output, _ = self._forward(layer, keeps=False)
-            self.free(gathered, hidden)
+            self.free(gathered, hidden, returned)
+            returned = self.make(work.blocks[layer].returned * work.tokens)
             if not work.caches_casts:
                 self.free(*casts)
                 casts = []
             hidden = output
+        self.free(mask, returned)
         head_cast, normal = self.make(work.head_cast), self.make(work.stream)
-        whole = self.plan.loss == "full"
-        rows = work.tokens if whole else min(work.tokens, self.plan.loss_chunk_tokens or work.tokens)
-        pieces = min(8.0, work.program.logits["full"]) / 2
-        self.free(*[self.make(pieces * rows * self.shape.vocab_size) for _ in range(2)])
+        self.free(*[self.make(work.evaluated_logits / 2) for _ in range(2)])
         self.free(root, hidden, *casts, head_cast, normal)

@@ -4,12 +4,13 @@ T = micro-batch x length (tokens), h hidden, V vocabulary rows, L blocks, P para
 card. The peak is the largest phase, never their sum:
 
     load        weights as they come
+    forward     states + root + inputs of the recomputed blocks + one block's forward that keeps nothing
     loss        states + root + kept activations of all blocks + final norm + logits and their gradient
     backward    states + root + gathered blocks + what the blocks before keep + one block's backward, operation by
                 operation, with the gradients made so far
     embedding   states + root + all gradients + the embedding's dense gradient beside the one it is added to
     step        states + all gradients + the optimizer's temporaries
-    evaluation  states + root + one block's forward + logits, nothing kept
+    evaluation  states + root + one block's forward, or logits: nothing kept
 
 states = weights + adapters + optimizer, each its share of N cards. The root is what sharding gathers outside the blocks
 (embedding, head), from the first forward to the end of backward. Under accumulation the gradients of the micro-batches
@@ -26,6 +27,7 @@ from functools import cached_property
 from typing import Final, TypeVar
 
 from vramfit.models.architecture import Architecture, Linear
+from vramfit.models.families import MASK_OF_ALL_POSITIONS
 from vramfit.planning.block import BlockMemory, Formats, block_memory
 from vramfit.planning.plan import MEMORY_KINDS, MemoryEstimate, MemoryKind, PhaseMemory, Plan, Workload
 from vramfit.planning.program import OURS, Program
@@ -111,6 +113,7 @@ def estimate_memory(
     work = Work.of(architecture, plan, workload, program)
     phases = (
         work.phase("load"),
+        work.forward_phase(),
         work.loss_phase(),
         *work.backward_phases(),
         work.embedding_phase(),
@@ -248,6 +251,13 @@ class Work:
         return stay + self._stored_outside * self.architecture.head_params
 
     @property
+    def buffers(self) -> float:
+        """What a model holds beside parameters that is of size: masks over all positions it can have."""
+        where = MASK_OF_ALL_POSITIONS.get(self.architecture.family)
+        copies = {"blocks": self.architecture.layers, "model": 1}.get(where or "", 0)
+        return float(copies * self.architecture.max_position**2)
+
+    @property
     def scales(self) -> float:
         """A 4-bit base's scales where sharding leaves them out, so that every card has them all."""
         if not self.program.sharding.keeps_scales or not self.plan.lora_rank:
@@ -336,7 +346,7 @@ class Work:
 
     @property
     def states(self) -> float:
-        return self.weights + self.adapters + self.optimizer
+        return self.weights + self.buffers + self.adapters + self.optimizer
 
     @property
     def gradient_share(self) -> float:
@@ -413,7 +423,7 @@ class Work:
     def phase(self, name: str, **parts: float) -> PhaseMemory:
         """A phase: states and what `parts` add by kind."""
         found: dict[MemoryKind, int] = dict.fromkeys(MEMORY_KINDS, 0)
-        found["weights"] = int(self.weights + parts.pop("weights", 0.0))
+        found["weights"] = int(self.weights + self.buffers + parts.pop("weights", 0.0))
         found["adapters"] = int(self.adapters)
         found["optimizer"] = int((self.optimizer if name != "load" else 0.0) + parts.pop("optimizer", 0.0))
         found["slots"] = int(self.slots)
@@ -463,13 +473,55 @@ class Work:
         copy = 4.0 * width if self.formats.residual < 4 else 0.0
         return 2 * self.stream + normal + copy
 
+    @cached_property
+    def mask(self) -> float:
+        """Attention's mask, one for all blocks of its kind. Eager attention adds it to the scores; others get yes or
+        no, a byte per pair of positions, unless ALiBi's distances of every head are in it."""
+        shape, length = self.architecture, self.length
+        kinds = len({shape.slides(layer) for layer in range(shape.layers)})
+        if self.formats.attention == "eager":
+            return float(kinds * self.formats.residual * length * self.tokens)
+        if shape.position == "alibi":
+            return float(self.formats.residual * shape.heads * length * self.tokens)
+        if not self.formats.masked and not self.formats.window:
+            return 0.0
+        return float((kinds if self.formats.masked else 1) * length * self.tokens)
+
+    @property
+    def held_mask(self) -> float:
+        """The mask after forward: blocks that run again are given it again, and attention keeps ALiBi's."""
+        alibi = self.architecture.position == "alibi" and self.formats.attention != "eager"
+        return self.mask if alibi or self.plan.recompute else 0.0
+
+    def forward_phase(self) -> PhaseMemory:
+        """The last recomputed block's forward, which keeps nothing; a block that keeps is highest in its backward."""
+        layer = min(self.plan.recompute, self.architecture.layers) - 1
+        if layer < 0:
+            return self.phase("forward", gradients=self.held)
+        before = self.blocks[layer - 1].returned if layer else 0.0
+        casts = sum(self.casts) if self.caches_casts else max(self.casts)
+        return max(
+            (
+                self.phase(
+                    "forward",
+                    gradients=self.held,
+                    kept=self.kept_before(layer + 1) + self.mask,
+                    working=(moment.per_token + before) * self.tokens,
+                    weights=self.root + casts,
+                    dequantised=self._unpacked_at(moment),
+                )
+                for moment in self.blocks[layer].evaluation
+            ),
+            key=lambda phase: phase.total_bytes,
+        )
+
     def loss_phase(self) -> PhaseMemory:
         casts = sum(self.casts) if self.caches_casts else 0.0
         logits, gradients = self.logits()
         return self.phase(
             "loss",
             gradients=self.held + gradients,
-            kept=self.kept_before(self.architecture.layers) + self._last_graph,
+            kept=self.kept_before(self.architecture.layers) + self._last_graph + self.held_mask,
             working=self.final_norm,
             logits=logits,
             weights=self.root + casts + self.head_cast,
@@ -536,18 +588,22 @@ class Work:
         return tuple(self.backward_phase(layer) for layer in dict.fromkeys(layers))
 
     def backward_phase(self, layer: int) -> PhaseMemory:
-        """The worst moment of block `layer`'s backward."""
+        """The worst moment of block `layer`'s backward, or of the forward that comes before it."""
         block, plan = self.blocks[layer], self.plan
-        moment = max(block.backward, key=lambda moment: self._moving_at(layer, moment))
         again = layer < plan.recompute
+        # Forward runs again beside the gradient of the block's output.
+        beside = float(self.formats.residual * self.architecture.hidden_size) if again else 0.0
+        forward = (dataclasses.replace(one, per_token=one.per_token + beside) for one in block.forward)
+        moment = max((*block.backward, *forward), key=lambda moment: self._moving_at(layer, moment))
         own_input = block.input * self.tokens if again or block.input_saved else 0.0
         own_input += block.beyond * self.tokens if again and self.keeps_products else 0.0
-        output = self.stream if again and self.program.holds_output else 0.0
+        in_backward = moment in block.backward
+        output = self.stream if again and self.program.holds_output and in_backward else 0.0
         casts = self.casts[layer] + (sum(self.casts[plan.recompute : layer]) if self.caches_casts else 0.0)
         return self.phase(
             f"backward of block {layer + 1}",
             gradients=self._gradients_at(layer, moment),
-            kept=self.kept_before(layer) + own_input + self._held_inputs(layer),
+            kept=self.kept_before(layer) + own_input + self._held_inputs(layer) + self.held_mask,
             working=moment.per_token * self.tokens + output,
             logits=self.held_logits,
             weights=self.root + self.gathered(layer) + casts,
@@ -606,20 +662,41 @@ class Work:
         return self.phase("step", gradients=self.gradients + self.program.step_gradient * share, optimizer=extra)
 
     def evaluation_phase(self) -> PhaseMemory:
-        """Forward without gradients: nothing is kept, logits are made a chunk at a time unless they are made whole."""
-        vocab = self.architecture.vocab_size
-        rows = self.tokens if self.plan.loss == "full" else min(self.tokens, self.plan.loss_chunk_tokens or self.tokens)
-        working = max(
-            block.input * self.tokens + moment.per_token * self.tokens
-            for block in {id(block): block for block in self.blocks}.values()
-            for moment in block.evaluation
+        """Forward without gradients: nothing is kept. The highest is a block's forward, or the logits."""
+        casts = sum(self.casts) if self.caches_casts else max(self.casts)
+        in_block = max(
+            (
+                self.phase(
+                    "evaluation",
+                    working=(block.input + block.returned + moment.per_token) * self.tokens,
+                    kept=self.mask,
+                    weights=casts + self.root,
+                    dequantised=self._unpacked_at(moment),
+                )
+                for block in {id(block): block for block in self.blocks}.values()
+                for moment in block.evaluation
+            ),
+            key=lambda phase: phase.total_bytes,
         )
-        return self.phase(
+        at_head = self.phase(
             "evaluation",
-            working=max(working, 2 * self.stream),
-            logits=min(8.0, self.program.logits["full"]) * rows * vocab,
-            weights=(sum(self.casts) if self.caches_casts else max(self.casts)) + self.head_cast + self.root,
+            working=2 * self.stream,
+            logits=self.evaluated_logits,
+            weights=casts + self.head_cast + self.root,
         )
+        return max(in_block, at_head, key=lambda phase: phase.total_bytes)
+
+    @property
+    def evaluated_logits(self) -> float:
+        """Whole logits: themselves and their log-softmax. In chunks: one's fp32 logits with a temporary of logsumexp,
+        or beside those of the chunk before, in the format they are computed in first."""
+        vocab = self.architecture.vocab_size
+        first = float(self.formats.compute) if self.formats.compute < 4 else 0.0
+        rows = self.tokens
+        if self.plan.loss != "full":
+            rows = min(rows, self.plan.loss_chunk_tokens or rows)
+            first = first if rows < self.tokens else 0.0
+        return min(8.0 + first, self.program.logits["full"]) * rows * vocab
 
 
 def formats_of(architecture: Architecture, plan: Plan, program: Program = OURS, *, length: int = 0) -> Formats:
@@ -642,8 +719,9 @@ def formats_of(architecture: Architecture, plan: Plan, program: Program = OURS, 
     else:
         sharded = plan.sharding in ("zero3", "fsdp")
         residual = compute if sharded else int(BYTES[plan.trained_format])
-    attention = "math" if plan.attention == "sdpa" and architecture.spreads_heads else plan.attention
-    in_memory = attention in ("eager", "math") or plan.packing
+    attention = "math" if plan.attention == "sdpa" and _needs_scores(architecture, plan) else plan.attention
+    window = plan.attention == "sdpa" and 0 < (architecture.sliding_window or 0) < length
+    in_memory = attention in ("eager", "math") or plan.packing or window
     return Formats(
         residual=residual,
         compute=compute,
@@ -657,9 +735,19 @@ def formats_of(architecture: Architecture, plan: Plan, program: Program = OURS, 
         branch_mask=residual if plan.device == "cpu" else 1,
         attention=attention,
         masked=plan.packing,
+        window=window,
         length=length if in_memory else 0,
+        softmax=4 if program.autocast and plan.device != "cpu" else compute,
         kernels=program.kernels.compiled() if plan.compiled else program.kernels,
     )
+
+
+def _needs_scores(architecture: Architecture, plan: Plan) -> bool:
+    """Whether SDPA has no fused kernel for these heads: one key head for all queries; on CPUs, values of another width
+    than the keys."""
+    latent = architecture.latent
+    uneven = latent is not None and latent.value_dim != latent.nope_dim + latent.rope_dim
+    return architecture.spreads_heads or (uneven and plan.device == "cpu")
 
 
 def weight_bytes(architecture: Architecture, plan: Plan) -> float:
@@ -683,11 +771,17 @@ def _block_weight_bytes(architecture: Architecture, layer: int, plan: Plan) -> f
     return BYTES[plan.weight_format] * linears + BYTES[plan.compute] * (params - linears)
 
 
-def _by_kind(architecture: Architecture, value: Callable[[int], _Value]) -> tuple[_Value, ...]:
-    """`value` of every block, worked out once for those without experts and once for those with."""
+def _by_kind(
+    architecture: Architecture, value: Callable[[int], _Value], *, windows: bool = False
+) -> tuple[_Value, ...]:
+    """`value` of every block, worked out once for those without experts and once for those with; with `windows`, also
+    for those that slide and those that do not."""
     experts = architecture.experts
-    found: dict[bool, _Value] = {}
-    kinds = [bool(experts and experts.at(layer)) for layer in range(architecture.layers)]
+    found: dict[tuple[bool, bool], _Value] = {}
+    kinds = [
+        (bool(experts and experts.at(layer)), windows and architecture.slides(layer))
+        for layer in range(architecture.layers)
+    ]
     for layer, kind in enumerate(kinds):
         if kind not in found:
             found[kind] = value(layer)
@@ -697,7 +791,7 @@ def _by_kind(architecture: Architecture, value: Callable[[int], _Value]) -> tupl
 def _blocks(architecture: Architecture, formats: Formats, *, frozen: bool) -> Iterator[BlockMemory]:
     """Every block's walk. The first block of a `frozen` model differs: nothing before it needs a gradient."""
     shape = _shape_only(architecture)
-    usual = _by_kind(architecture, lambda layer: block_memory(shape, layer, formats))
+    usual = _by_kind(architecture, lambda layer: block_memory(shape, layer, formats), windows=formats.window)
     if frozen:
         usual = (block_memory(shape, 0, formats, input_grad=False), *usual[1:])
     yield from usual

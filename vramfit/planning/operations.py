@@ -39,8 +39,8 @@ COMPOSITES: Final = {
     "rope": Passes(1.7, 2.5, 5, 10),
     # GELU with tanh, written in Python: 8 operations of 2 to 3 sizes forward; their derivatives backward.
     "gelu in Python": Passes(3.6, 3.0, 8, 14),
-    # eager attention scales the scores and adds the mask, each a pass over them
-    "scores": Passes(3.0, 1.5, 3, 4),
+    # eager attention scales the scores, a pass over them
+    "scores": Passes(2.0, 1.5, 2, 4),
     "softmax": Passes(1.0, 1.0, 1, 1),
     "attention": Passes(1.0, 1.0, 1, 3),
     "mul": Passes(1.0, 1.2, 1, 2),
