@@ -23,7 +23,7 @@ from vramfit.hardware import catalogue as cards
 from vramfit.hardware.devices import Machine
 from vramfit.models import catalogue as models
 from vramfit.models.architecture import Architecture
-from vramfit.planning.cost import ELECTRICITY_USD, Comparison, Cost, Setup, compare, cost
+from vramfit.planning.cost import COMPARED, ELECTRICITY_USD, SETUP_RAM_GIB, Comparison, Cost, Setup, compare, cost
 from vramfit.planning.explore import METHODS, Outcome, across_cards, heat_map, over_lengths, shared_outcome
 from vramfit.planning.plan import Workload
 from vramfit.planning.presets import LADDER
@@ -32,11 +32,7 @@ from vramfit.units import GIB, format_bytes, format_count, format_duration
 
 KEPT: Final = 64
 FIRST_MODEL: Final = "Qwen/Qwen3-8B"
-COMPARED: Final = (("GeForce RTX 4090", 8), ("A100 80GB (SXM4/PCIe)", 4))
-"""The two setups whose cost is compared at first."""
 MILLION_TOKENS: Final = 100.0
-SETUP_RAM_GIB: Final = 512.0
-"""RAM of the compared setups: machines of many cards have that and more."""
 MOST: Final = {"count": 64, "ram": 1 << 20, "length": 1 << 22}
 
 

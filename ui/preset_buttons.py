@@ -12,7 +12,7 @@ from ui.texts import Texts
 from vramfit.errors import UserError
 from vramfit.hardware.devices import Machine
 from vramfit.planning.presets import GOALS, Goal, Preset, preset
-from vramfit.units import format_bytes, format_count
+from vramfit.units import format_bytes, format_count, format_duration
 
 KEPT: Final = 128
 
@@ -67,6 +67,8 @@ def _button(goal: Goal, found: Preset | None, texts: Texts) -> str:
         if forecast.speed.tokens_per_s >= 10
         else f"{forecast.speed.tokens_per_s:.2g}",
     )
+    if found.takes_long:
+        figures = texts["preset.long"].format(figures=figures, time=format_duration(forecast.seconds))
     title, hint = texts[f"preset.{_key(goal)}"], texts[f"preset.{_key(goal)}.help"]
     return (
         f'<button type="button" data-goal="{goal}" title="{_esc(hint)}"><b>{_esc(title)}</b>'

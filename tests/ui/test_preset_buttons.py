@@ -12,7 +12,7 @@ from ui.preview import Previewer
 from ui.texts import texts_of
 from vramfit.errors import HardwareError, UserError
 from vramfit.planning.presets import GOALS
-from vramfit.units import GIB, format_bytes
+from vramfit.units import GIB, format_bytes, format_duration
 
 EN = texts_of("en")
 
@@ -50,3 +50,16 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_the_row_names_its_card_escaped() -> None:
     assert 'data-card="plan:a&quot;b"' in waiting('plan:a"b', EN)
+
+
+def test_a_run_of_days_says_how_long_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    previewer = Previewer(tmp_path)
+    machine = previewer.machine_of("plan:GeForce RTX 3060 12GB")
+    slow = dataclasses.replace(machine.devices[0], flops={"bf16": 1e11, "fp32": 1e11})
+    monkeypatch.setattr(previewer, "machine_of", lambda card: dataclasses.replace(machine, devices=(slow,)))
+    shown = Presets(previewer).view("auto", EN)["html"]
+    found = Presets(previewer).get("biggest model", "auto")
+    assert found is not None
+    assert f"{format_duration(found.forecast.seconds)} for 10,000 conversations" in shown
+    monkeypatch.undo()
+    assert "conversations" not in Presets(previewer).view("plan:GeForce RTX 4090", EN)["html"]

@@ -324,7 +324,8 @@ WORDS: dict[str, str] = {
     "calibrate.disk_read": "disk, read",
     "calibrate.disk_write": "disk, written",
     "preset.quick_taste": "Quick taste",
-    "preset.quick_taste.help": "100 short steps of the largest model that does them in five minutes",
+    "preset.quick_taste.help": "100 short steps of the largest model that does them in five minutes; else fewer "
+    "and shorter ones of the smallest",
     "preset.best_quality": "Best quality",
     "preset.best_quality.help": "The largest model whose weights stay in 16 bits",
     "preset.longest_context": "Longest context",
@@ -333,6 +334,7 @@ WORDS: dict[str, str] = {
     "preset.biggest_model.help": "The largest model that trains at all, in 4 bits",
     "preset.says": "{model} · {method} · {length} tokens",
     "preset.figures": "{size}, {speed} tokens/s",
+    "preset.long": "{figures}: {time} for 10,000 conversations",
     "preset.none": "No model fits this card for this goal",
     "preset.none.remedy": "Choose another goal or another card.",
     "estimate.title": "Estimate",

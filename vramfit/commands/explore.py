@@ -1,4 +1,4 @@
-"""python -m vramfit explore: what a card could train, one model on all cards, memory against length, presets."""
+"""python -m vramfit explore: what a card could train, one model on all cards, memory against length, presets, cost."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from vramfit.commands import wish
+from vramfit.commands import cost, wish
 from vramfit.config import ModelChoice
+from vramfit.errors import ConfigError, Problem
+from vramfit.hardware.devices import Machine
 from vramfit.models import catalogue
 from vramfit.models.architecture import Architecture
 from vramfit.models.catalogue import architecture_of
+from vramfit.planning.abilities import ENGINE, SEVERAL_CARDS
 from vramfit.planning.explore import METHODS, Outcome, across_cards, heat_map, over_lengths
 from vramfit.planning.presets import GOALS, LADDER, Preset, preset
 from vramfit.units import format_bytes, format_count, format_duration
@@ -27,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     look = parser.add_mutually_exclusive_group()
     look.add_argument("--across", action="store_true", help="the model on every card of the catalogue")
     look.add_argument("--lengths", action="store_true", help="memory and speed of the model as sequences grow")
-    look.add_argument("--presets", action="store_true", help="the best run for each goal on the card")
+    look.add_argument("--presets", action="store_true", help="the best run for each goal on the card, or on --cards")
+    look.add_argument("--cost", action="store_true", help="hours, energy and money of --tokens on each --setup")
+    cost.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -36,6 +41,10 @@ def run(options: argparse.Namespace) -> None:
     wish.check_length(options.length)
     if options.presets:
         _show_presets(wish.machine_from(options), as_json=options.json)
+        return
+    if options.cost:
+        _refuse_machine(options)
+        cost.show(options, _models(options.model or [cost.FIRST_MODEL]))
         return
     models = _models(options.model)
     if options.across:
@@ -75,23 +84,44 @@ def _speed(one: Outcome) -> str:
     return "" if one.verdict == "no" else f"{format_count(one.tokens_per_s)} tokens/s"
 
 
-def _show_presets(machine: Any, *, as_json: bool) -> None:
-    found = {goal: preset(goal, machine) for goal in GOALS}
+def _refuse_machine(options: argparse.Namespace) -> None:
+    """The setups are the machines of a cost. Raises ConfigError for the flags that name another."""
+    if options.card is not None or options.cards != 1 or options.ram_gib is not None:
+        what = "--card, --cards and --ram-gib do not go with --cost, which is about setups"
+        remedy = "Write --setup '8 x RTX 4090, ram=256'."
+        raise ConfigError([Problem(field="", what=what, remedy=remedy)])
+
+
+def _show_presets(machine: Machine, *, as_json: bool) -> None:
+    """On all cards of a kind where there are several: planned as if this version could share a run, and marked."""
+    alike = sum(device.name == machine.devices[0].name and device.kind != "cpu" for device in machine.devices)
+    abilities = SEVERAL_CARDS if alike > 1 else ENGINE
+    found = {goal: preset(goal, machine, abilities=abilities) for goal in GOALS}
     if as_json:
-        values = {
-            goal: None if one is None else {"changes": one.changes, "forecast": one.forecast.to_json()}
-            for goal, one in found.items()
-        }
+        values = {goal: None if one is None else _plain(one) for goal, one in found.items()}
         print(json.dumps({"device": machine.devices[0].name, "presets": values}))
         return
     for goal, one in found.items():
         print(f"{goal:<18} {'nothing fits' if one is None else _told(one)}")
 
 
+def _plain(one: Preset) -> dict[str, Any]:
+    return {
+        "changes": one.changes,
+        "needs": one.needs,
+        "takes_long": one.takes_long,
+        "forecast": one.forecast.to_json(),
+    }
+
+
 def _told(one: Preset) -> str:
     plan, forecast = one.forecast.plan, one.forecast
+    each = f" a card of {plan.cards}" if plan.cards > 1 else ""
+    lacks = f" (not in this version: {', '.join(one.needs)})" if one.needs else ""
+    days = " (days: to see what fits, not to try)" if one.takes_long else ""
     return (
         f"{one.model}, {plan.method}, {plan.max_length:,} tokens: {format_bytes(forecast.memory.device_bytes)} of "
-        f"{format_bytes(plan.budget_bytes)}, {format_count(forecast.speed.tokens_per_s)} tokens/s, "
-        f"{format_duration(forecast.seconds)}"
+        f"{format_bytes(plan.budget_bytes)}{each}, {format_count(forecast.speed.tokens_per_s)} tokens/s, "
+        f"{forecast.steps:,} steps of {plan.micro_batch * plan.accumulation * plan.cards} in "
+        f"{format_duration(forecast.seconds)}{days}{lacks}"
     )

@@ -6,6 +6,7 @@ this version cannot do yet, so that nothing is promised that does not start.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -48,6 +49,9 @@ ENGINE: Final = Abilities(
     features=frozenset({"tf32"}),
 )
 """The engine of this version."""
+
+SEVERAL_CARDS: Final = dataclasses.replace(ENGINE, sharding=("none", "ddp", "fsdp"))
+"""The engine of this version, were it to share a run among cards: what all cards of a machine would do together."""
 
 DESIGNED: Final = Abilities(
     weights=("device", "host", "disk"),

@@ -28,6 +28,13 @@ USEFUL_HOURS: Final = 3 * 365 * 24 * 0.5
 """A card is worth nothing after three years of being used half the time. To be edited."""
 
 
+COMPARED: Final = (("GeForce RTX 4090", 8), ("A100 80GB (SXM4/PCIe)", 4))
+"""The two setups that are compared when nobody says which."""
+
+SETUP_RAM_GIB: Final = 512.0
+"""RAM of compared setups: machines of many cards have that and more."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """Cards and what is paid for them. US dollars, watts, hours; all of it may be edited.

@@ -18,7 +18,7 @@ from vramfit.hardware.catalogue import Card, machine_with
 from vramfit.hardware.devices import Machine
 from vramfit.models import catalogue
 from vramfit.models.architecture import Architecture
-from vramfit.planning.abilities import ENGINE, Abilities
+from vramfit.planning.abilities import ENGINE, Abilities, missing
 from vramfit.planning.plan import Forecast, Workload
 from vramfit.planning.planner import forecast_run
 
@@ -47,8 +47,14 @@ CONTEXT_MODEL_PARAMS: Final = 3.5e9
 """Longest context is asked of a model that can use it: the smallest of the ladder above this, or what fits below."""
 
 TASTE_SECONDS: Final = 300.0
-TASTE_STEPS: Final = 100
-"""A quick taste: what this many steps of the largest model take in five minutes."""
+"""A quick taste is over in five minutes."""
+
+TASTES: Final = ((512, 16, 100), (256, 4, 100), (256, 4, 30), (128, 2, 20))
+"""Tokens of a sequence, sequences of a step, steps: of the first the largest model that is quick enough; where none is,
+the first of the others that the smallest model is quick enough for."""
+
+LONG_SECONDS: Final = 2 * 86400.0
+"""What takes longer than two days is marked."""
 
 USUAL_DATA: Final = Workload(sequences=10_000, mean_tokens=700.0, longest_tokens=2048)
 """What a preset is planned for until there is data: conversations, a few of them long."""
@@ -67,9 +73,20 @@ class Preset:
         """The run, still without data."""
         return RunConfig.parse(self.changes)
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What this version lacks for it."""
+        return missing(self.forecast.plan)
+
+    @property
+    def takes_long(self) -> bool:
+        """Whether it takes days, with as much data as is assumed: for a look at what fits, not for a try."""
+        return self.forecast.seconds > LONG_SECONDS
+
 
 def preset(goal: Goal, machine: Machine, *, abilities: Abilities = ENGINE) -> Preset | None:
-    """The best run for `goal` on the machine's first device; None where even the smallest model does not fit."""
+    """The best run for `goal` on the machine's first device, and with SEVERAL_CARDS on all that are like it; None where
+    even the smallest model does not fit."""
     return _GOALS[goal](machine, abilities)
 
 
@@ -86,14 +103,14 @@ def _planned(
     model: str,
     method: str,
     length: int,
-    max_steps: int | None = None,
+    schedule: dict[str, int] | None = None,
 ) -> Preset | None:
     architecture = _architecture(model)
     changes = {
         "method": method,
         "model": {"source": model},
         "data": {"max_length": length},
-        **({"schedule": {"max_steps": max_steps}} if max_steps else {}),
+        **({"schedule": schedule} if schedule else {}),
     }
     # Lengths as long as the wish, so that a preset for long context is planned for full sequences.
     work = dataclasses.replace(USUAL_DATA, longest_tokens=length, mean_tokens=min(USUAL_DATA.mean_tokens, length))
@@ -128,15 +145,19 @@ def _largest(steps: Sequence[Callable[[], Preset | None]]) -> Preset | None:
 
 
 def _taste(machine: Machine, abilities: Abilities) -> Preset | None:
-    """LoRA of the largest model that does a hundred short steps in five minutes; else of the smallest."""
+    """LoRA of the largest model that does a hundred short steps in five minutes; else less of the smallest."""
 
-    plans = [partial(_planned, machine, abilities, "quick taste", model, "lora", 512, TASTE_STEPS) for model in LADDER]
+    def taste(model: str, length: int, sequences: int, steps: int) -> Preset | None:
+        schedule = {"max_steps": steps, "sequences_per_step": sequences}
+        return _planned(machine, abilities, "quick taste", model, "lora", length, schedule)
 
-    def quick(plan: Callable[[], Preset | None]) -> Preset | None:
-        made = plan()
+    def quick(model: str, length: int, sequences: int, steps: int) -> Preset | None:
+        made = taste(model, length, sequences, steps)
         return made if made is not None and made.forecast.seconds <= TASTE_SECONDS else None
 
-    return _largest([partial(quick, plan) for plan in plans]) or plans[0]()
+    found = _largest([partial(quick, model, *TASTES[0]) for model in LADDER])
+    smaller = (quick(LADDER[0], *less) for less in TASTES[1:])
+    return found or next((made for made in smaller if made is not None), None) or taste(LADDER[0], *TASTES[-1])
 
 
 def _quality(machine: Machine, abilities: Abilities) -> Preset | None:

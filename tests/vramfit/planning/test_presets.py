@@ -11,7 +11,7 @@ from vramfit.errors import WontFit
 from vramfit.hardware.catalogue import Card, cards, machine_with
 from vramfit.hardware.devices import Machine
 from vramfit.models import catalogue
-from vramfit.planning.abilities import DESIGNED
+from vramfit.planning.abilities import DESIGNED, SEVERAL_CARDS
 from vramfit.planning.planner import forecast_run
 from vramfit.planning.presets import GOALS, LADDER, TASTE_SECONDS, USUAL_DATA, Goal, Preset, preset, presets_of
 
@@ -99,3 +99,54 @@ def test_where_nothing_fits_there_is_none() -> None:
     full = dataclasses.replace(machine.devices[0], free_bytes=2**28)
 
     assert preset("biggest model", dataclasses.replace(machine, devices=(full,))) is None
+
+
+def two_cores(ram_gib: float = 16) -> Machine:
+    """A machine without a card."""
+    machine = machine_with("RTX 4090", ram_gib=ram_gib)
+    ram = machine.ram_bytes
+    cpu = dataclasses.replace(
+        machine.devices[0],
+        kind="cpu",
+        name="CPU (2 cores)",
+        torch_device="cpu",
+        memory_bytes=ram,
+        free_bytes=ram,
+        bf16=False,
+        flops={"fp32": 200e9},
+        memory_bandwidth=24e9,
+        rates="assumed",
+    )
+    return dataclasses.replace(machine, devices=(cpu,))
+
+
+def test_a_quick_taste_ends_in_time_on_two_cores_too() -> None:
+    one = preset("quick taste", two_cores())
+    assert one is not None
+    assert one.model == LADDER[0]
+    assert one.forecast.seconds <= TASTE_SECONDS
+    assert 20 <= one.forecast.steps < 100
+
+
+def test_what_takes_days_is_marked() -> None:
+    slow, quick = preset("biggest model", two_cores()), preset("biggest model", machine_with("RTX 4090"))
+    assert slow is not None
+    assert quick is not None
+    assert slow.takes_long
+    assert not quick.takes_long
+    assert slow.forecast.seconds > 2 * 86400 > quick.forecast.seconds
+
+
+@pytest.mark.parametrize(("name", "count"), [("RTX 4090", 8), ("A100 80GB", 4)])
+def test_several_cards_train_more_together_and_say_what_is_missing(name: str, count: int) -> None:
+    machine = machine_with(name, count=count, ram_gib=512)
+    for goal in GOALS:
+        alone, together = preset(goal, machine), preset(goal, machine, abilities=SEVERAL_CARDS)
+        assert alone is not None
+        assert together is not None
+        assert (alone.forecast.plan.cards, alone.needs) == (1, ())
+        assert together.forecast.plan.cards == count
+        assert together.needs[0].startswith("several cards (")
+        assert together.forecast.memory.device_bytes <= together.forecast.plan.budget_bytes
+        bigger = params(together.model) > params(alone.model)
+        assert bigger or together.forecast.speed.tokens_per_s > 2 * alone.forecast.speed.tokens_per_s
