@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from accuracy_page import write_page
-from reference_rows import Row, Run, Unusable, decimal, is_set, measured, read_rows, run_of
+from reference_rows import NoRows, Row, Run, Unusable, decimal, is_set, measured, read_rows, run_of
 from reference_speed import compare_speed, speed_summary
 
 from vramfit.hardware import catalogue as cards
@@ -264,6 +264,15 @@ def print_rows(rows: Iterable[Compared]) -> None:
 
 
 def main() -> None:
+    try:
+        run()
+    except NoRows as reason:
+        print(f"estimator_accuracy: {reason}.", file=sys.stderr)
+        sys.exit(2)
+
+
+def run() -> None:
+    """Raises NoRows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=Path)
     parser.add_argument("--oom", type=Path, help="rows of runs that did not complete")

@@ -55,10 +55,29 @@ _COLUMNS: Final = (
 )
 
 
+class NoRows(Exception):
+    """Why a file holds no rows of the reference columns, as a sentence."""
+
+
+_LEAST_COLUMNS: Final = ("id", "model_id", "method")
+"""Without these a file is about something else."""
+
+
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a csv file. Columns it lacks, and fields of rows that are too short, are blank."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        return [complete(row) for row in csv.DictReader(file)]
+    """The rows of a csv file. Columns it lacks, and fields of rows that are too short, are blank. Raises NoRows."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
+            lacking = [name for name in _LEAST_COLUMNS if name not in (reader.fieldnames or ())]
+            if lacking:
+                raise NoRows(f"{path} has no column {' or '.join(lacking)}: it is no csv of the reference columns")
+            return [complete(row) for row in reader]
+    except OSError as error:
+        raise NoRows(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise NoRows(f"{path} is not UTF-8 text, as a csv is") from None
+    except (csv.Error, ValueError) as error:  # ValueError: a path with a NUL character
+        raise NoRows(f"{path} is not a csv: {error}") from None
 
 
 def complete(row: Mapping[Any, Any]) -> Row:

@@ -101,6 +101,37 @@ def test_the_report_has_exactly_its_keys_and_judges_what_it_may() -> None:
     assert [row.capped for row in outcomes] == [False, False, True]
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        ("folder", "cannot be read: Is a directory"),
+        (b"", "has no column id or model_id or method"),
+        (b'{"id": 1}', "has no column id"),
+        (b"a,b\n1,2\n", "has no column id"),
+        (b"\x89PNG\r\n\x1a\n\x00\xff", "is not UTF-8 text"),
+        (b"id,model_id,method\n" + b'a,"' + b"x" * 200_000, "is not a csv: field larger than"),
+    ],
+)
+@pytest.mark.parametrize("place", ["rows", "--oom"])
+def test_a_file_that_holds_no_rows_is_one_sentence_and_exit_code_2(
+    tmp_path: Path, content: bytes | str | None, words: str, place: str
+) -> None:
+    odd, good = tmp_path / "odd.csv", write(tmp_path / "good.csv", rows()[:1])
+    if content == "folder":
+        odd.mkdir()
+    elif isinstance(content, bytes):
+        odd.write_bytes(content)
+    arguments = [str(odd)] if place == "rows" else [str(good), "--oom", str(odd)]
+    command = [sys.executable, "bench/estimator_accuracy.py", *arguments, "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert words in done.stderr
+    assert "odd.csv" in done.stderr
+
+
 def test_reserved_is_more_than_allocated_and_what_the_driver_shows_more_than_that() -> None:
     figures = [bench.predict_memory({**USUAL, "metric": name}) for name in ("allocated", "reserved", "nvidia-smi")]
 
