@@ -40,11 +40,12 @@ class Drift:
 @dataclass(frozen=True, kw_only=True)
 class Check:
     """One comparison: a drift, and one more for each part that was raised. `rows` is how many were compared of the
-    micro-batch's. `skipped` says why there is none, as a clause."""
+    micro-batch's. `skipped` says why there is none, as a clause; `may_pass` whether another time there may be one."""
 
     drifts: list[Drift] = field(default_factory=list)
     rows: int = 0
     skipped: str = ""
+    may_pass: bool = False
 
 
 class Calibrator:
@@ -83,12 +84,12 @@ class Calibrator:
     def _compared(self, piece: Piece) -> Check:
         raised: RaisedParts = self._executor.raised
         if targets_of(piece).count == 0:
-            return Check(skipped="the micro-batch has no trained tokens")
+            return Check(skipped="the micro-batch has no trained tokens", may_pass=True)
         start = random_state(self._executor.device)
         with raised.exactly("all"):
             exact = self._executor.measure(piece)
         if not all(map(math.isfinite, exact)):
-            return Check(skipped="fp32 gives no finite numbers either")
+            return Check(skipped="fp32 gives no finite numbers either", may_pass=True)
         drifts = []
         while True:
             drifts.append(_drift(self._measured(piece, start), exact, raised.now))

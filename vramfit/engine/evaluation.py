@@ -20,3 +20,10 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def has_finite_weights(model: nn.Module) -> bool:
+    """Whether all trained weights are numbers. One pass over them, and one wait for the device."""
+    trained = [value.detach() for value in model.parameters() if value.requires_grad]
+    largest = [torch.linalg.vector_norm(value, ord=float("inf"), dtype=torch.float32) for value in trained]
+    return not largest or bool(torch.stack(largest).isfinite().all().item())

@@ -55,8 +55,17 @@ class Newest:
     damaged: tuple[str, ...]
 
 
-def save(root: Path, *, step: int, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any], keep: int) -> Path:
-    """Write checkpoint `step` under `root`, then remove all but the newest `keep`. Returns its folder.
+def save(
+    root: Path,
+    *,
+    step: int,
+    tensors: Mapping[str, torch.Tensor],
+    values: Mapping[str, Any],
+    keep: int,
+    best: int | None = None,
+) -> Path:
+    """Write checkpoint `step` under `root`, then remove all but the newest `keep` and that of step `best`. Returns its
+    folder.
 
     Later ones are of a future that was given up, such as damaged ones a resume has passed over: they are removed too.
 
@@ -77,7 +86,7 @@ def save(root: Path, *, step: int, tensors: Mapping[str, torch.Tensor], values: 
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise _disk_error(error, root, needed) from error
-    _rotate(root, step=step, keep=keep)
+    _rotate(root, step=step, keep=keep, best=best)
     return final
 
 
@@ -98,6 +107,11 @@ def newest(root: Path) -> Newest | None:
             "Start the run again from the beginning as a new run.",
         )
     return None
+
+
+def load(root: Path, step: int) -> Checkpoint:
+    """The checkpoint of one step. Raises CheckpointError when it is not there, or damaged."""
+    return _read(root / f"step-{step:08d}", step=step)
 
 
 def steps(root: Path) -> list[int]:
@@ -149,10 +163,11 @@ def _complete(root: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def _rotate(root: Path, *, step: int, keep: int) -> None:
+def _rotate(root: Path, *, step: int, keep: int, best: int | None) -> None:
     found = _complete(root)
-    past = [path for at, path in found if at <= step]
-    for path in (*past[:-keep], *(path for at, path in found if at > step)):
+    past = [(at, path) for at, path in found if at <= step]
+    old = [path for at, path in past[:-keep] if at != best]
+    for path in (*old, *(path for at, path in found if at > step)):
         # The manifest goes first: a half-removed checkpoint must not be taken for a whole one.
         with contextlib.suppress(OSError):
             (path / MANIFEST).unlink()
