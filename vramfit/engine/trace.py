@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -28,11 +29,13 @@ from torch.utils._pytree import tree_leaves
 
 from vramfit.config import ScheduleChoice
 from vramfit.engine.loss import Targets
+from vramfit.engine.objective import SummedLoss
 from vramfit.engine.optimizers import build_optimizer
 from vramfit.engine.precision import DTYPES
 from vramfit.engine.resident import Piece, ResidentExecutor, StepResult, Trained
 from vramfit.errors import InternalError, ModelError, UserError, VramfitError
 from vramfit.models.architecture import Architecture, from_config
+from vramfit.models.families import FULL_ATTENTION_EVERY
 from vramfit.planning.abilities import missing
 from vramfit.planning.memory import QUANTISED, weight_bytes
 from vramfit.planning.plan import Plan
@@ -175,10 +178,10 @@ class TracedExecutor(ResidentExecutor):
         with self._follower.within("backward"):
             return super().step(micro_batches, learning_rate)
 
-    def _summed_loss(self, piece: Piece, targets: Targets, *, gradient_scale: float = 1.0) -> Tensor:
+    def _sums(self, piece: Piece, targets: Targets, *, gradient_scale: float = 1.0) -> SummedLoss:
         phase = "loss" if self._follower.phase == "backward" else self._follower.phase
         with self._follower.within(phase):
-            return super()._summed_loss(piece, targets, gradient_scale=gradient_scale)
+            return super()._sums(piece, targets, gradient_scale=gradient_scale)
 
     def _finish(self, losses: list[Tensor], trained: Trained, recovered: str) -> StepResult:
         with self._follower.within("step"):
@@ -250,9 +253,11 @@ class _Depths:
 
     @property
     def _unit(self) -> int:
-        """Blocks after which the pattern repeats."""
-        experts = self.architecture.experts
-        return experts.every if experts else 1
+        """Blocks after which the pattern repeats: of experts, and of windows where those are masks."""
+        experts, window = self.architecture.experts, self.architecture.sliding_window
+        every = FULL_ATTENTION_EVERY.get(self.architecture.family, 1)
+        masks = window is not None and window < self.length and self.plan.attention != "eager"
+        return math.lcm(experts.every if experts else 1, every if masks else 1)
 
     @property
     def _fewest(self) -> int:
@@ -309,7 +314,14 @@ class _Depths:
 
             targets = "all-linear" if plan.lora_targets == ("all-linear",) else plan.lora_targets
             return attach_adapters(
-                model, rank=plan.lora_rank, alpha=16.0, dropout=plan.lora_dropout, targets=targets, seed=0
+                model,
+                rank=plan.lora_rank,
+                alpha=16.0,
+                dropout=plan.lora_dropout,
+                targets=targets,
+                variant="dora" if plan.dora else "lora",
+                experts=plan.lora_experts,
+                seed=0,
             )
 
 
@@ -378,6 +390,9 @@ def _shortened(values: Mapping[str, Any], layers: int) -> dict[str, Any]:
         name: value[:layers] if isinstance(value, list) and len(value) == whole else value
         for name, value in values.items()
     }
+    if "attention_types" in values:  # GPT-Neo: [[kinds that repeat, how often], ...]
+        kinds = [kind for repeated, times in values["attention_types"] for kind in repeated * times]
+        cut["attention_types"] = [[kinds[:layers], 1]]
     return {**cut, key: layers}
 
 
