@@ -59,8 +59,9 @@ def start_adapters(model: nn.Module, start: Start, *, seed: int, file: Path | No
         return
     layers = dict(adapted_layers(model))
     _refuse_packed(layers, start)
-    taken = _read(file, layers) if file is not None and again and file.is_file() else None
-    if taken is None:
+    if file is not None and again:
+        taken = _read(file, layers)
+    else:
         find = _pissa if start == "pissa" else _olora
         taken = {name: find(layer) for name, layer in layers.items()}
         if file is not None:

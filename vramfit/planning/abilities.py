@@ -46,7 +46,7 @@ ENGINE: Final = Abilities(
     inputs=("device",),
     optimizer_bits=(32,),
     sharding=("none",),
-    features=frozenset({"tf32"}),
+    features=frozenset({"tf32", "dora", "lora_experts"}),
 )
 """The engine of this version."""
 

@@ -170,7 +170,8 @@ def _check_targets(architecture: Architecture, base: Plan) -> None:
     """Adapter targets are module names or their endings; each that matches nothing is refused."""
     if not base.lora_rank or base.lora_targets == ("all-linear",):
         return
-    names = {linear.name for layer in range(architecture.layers) for linear in architecture.linears(layer)}
+    linears = (linear for layer in range(architecture.layers) for linear in architecture.linears(layer))
+    names = {linear.name for linear in linears if linear.module}
     wrong = [name for name in base.lora_targets if name.rpartition(".")[2] not in names]
     if wrong or not base.lora_targets:
         raise refused(

@@ -31,9 +31,47 @@ def wished(config: RunConfig, architecture: Architecture, device: Device, comput
         "attention": _attention(config, architecture, device, compute),
         "input_tier": _input_tier(config, device),
         "compress": architecture.layers if config.memory.activations == "compress" else 0,
-        "dora": config.trains_adapter and config.adapter.variant == "dora",
-        "lora_experts": config.trains_adapter and config.adapter.experts,
+        **_adapters(config, architecture),
     }
+
+
+def _adapters(config: RunConfig, architecture: Architecture) -> dict[str, Any]:
+    if not config.trains_adapter:
+        return {}
+    choice = config.adapter
+    if choice.start in ("pissa", "olora") and config.method == "qlora":
+        raise refused(
+            "adapter.start",
+            f"{choice.start} takes a part out of the base's weights, and what is left of a 4-bit base would be "
+            "rounded anew: the adapter would fit no other copy of it",
+            "Choose the method lora, or the start eva, orthogonal or usual.",
+        )
+    if choice.start == "orthogonal" and choice.rank % 2:
+        raise refused(
+            "adapter.start",
+            f"The orthogonal start halves the rank, and {choice.rank} is odd",
+            f"Set the rank to {choice.rank + 1}, or choose another start.",
+        )
+    if choice.experts:
+        _check_experts(config, architecture)
+    return {"dora": choice.variant == "dora", "lora_experts": choice.experts}
+
+
+def _check_experts(config: RunConfig, architecture: Architecture) -> None:
+    if architecture.experts is None:
+        raise refused("adapter.experts", f"{architecture.name} has 0 experts", "Turn the adapters of experts off.")
+    if config.adapter.variant == "dora":
+        raise refused(
+            "adapter.variant",
+            "Experts lie in one tensor, which has no form of DoRA",
+            "Choose lora or rslora, or turn the adapters of experts off.",
+        )
+    if config.adapter.start != "usual":
+        raise refused(
+            "adapter.start",
+            f"Adapters of experts begin as usual, not as {config.adapter.start}",
+            "Choose the start usual, or turn the adapters of experts off.",
+        )
 
 
 def _optimizer(config: RunConfig, device: Device) -> dict[str, Any]:

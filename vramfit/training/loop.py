@@ -6,6 +6,7 @@ a Recorder and asks `should_stop` once a step.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -19,10 +20,12 @@ from vramfit.config import RunConfig
 from vramfit.data.batches import MicroBatch, StepOrder, split
 from vramfit.data.prepare import PreparedData, prepare
 from vramfit.engine.optimizers import build_optimizer
+from vramfit.engine.reach import check_gradients_reach
 from vramfit.engine.resident import ResidentExecutor, StepResult
 from vramfit.engine.schedule import learning_rate_at
 from vramfit.errors import CheckpointError, ModelError, UserError
 from vramfit.hardware.devices import Machine, probe
+from vramfit.models.adapter_start import start_from_inputs
 from vramfit.models.export import export_run
 from vramfit.models.generate import generate
 from vramfit.models.load import check_weights, load_model, read_architecture
@@ -44,8 +47,9 @@ from vramfit.training.samples import prompt_ids, sample_prompts
 from vramfit.training.vocabulary import with_known_tokens
 from vramfit.units import format_bytes, format_count
 
-CHECKPOINTS, EXPORT = "checkpoints", "export"
+CHECKPOINTS, EXPORT, ADAPTER_START = "checkpoints", "export", "adapter-start.safetensors"
 AUTOMATIC_CADENCES = 10  # evaluations and checkpoints a run, when the user leaves the choice to us
+EVA_SEQUENCES = 16  # whose activations say where adapters begin
 MOST_EVALUATION_SHARE = 0.1  # of a run's work, where the cadence is ours to choose
 MOST_REFUSED_STEPS = 8  # in a row; fp16's scaler finds its scale in fewer
 
@@ -96,14 +100,17 @@ def train(
     )
 
     recorder.phase(PhaseProgress(name="loading", detail=f"the model, {format_count(architecture.params)} parameters"))
-    model = load_model(config, plan, cache=cache)
+    goes_on = resume and (folder / CHECKPOINTS).is_dir()
+    model = load_model(config, plan, cache=cache, start_file=folder / ADAPTER_START, resumed=goes_on)
     optimizer = build_optimizer(model, config.schedule, plan)
     executor = ResidentExecutor(model, plan=plan, optimizer=optimizer, max_grad_norm=config.schedule.max_grad_norm)
     run = _Run(config=config, plan=plan, data=data, order=order, executor=executor, recorder=recorder, folder=folder)
     run.report_preparation(forecast)
+    run.check_adapters()
 
     done = run.resume() if resume else 0
     if done == 0:
+        run.start_adapters()
         run.write_samples(tokenizer, step=0, stage="before")
         if run.evaluate_every and config.method != "pretrain":
             run.evaluate(0)  # what fine-tuning has to improve on; random weights tell nothing
@@ -148,6 +155,20 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.micro_batch = self.plan.micro_batch
+
+    def check_adapters(self) -> None:
+        """Refuse adapters that no gradient reaches, before anybody waits for them to learn."""
+        if self.config.trains_adapter:
+            check_gradients_reach(self.executor, (self._alone(row) for row in self.order.rows(1)))
+
+    def start_adapters(self) -> None:
+        """Where adapters begin as the data says: run some of it through the model."""
+        if not self.config.trains_adapter or self.config.adapter.start != "eva":
+            return
+        rows = (row for step in range(1, self.order.total_steps + 1) for row in self.order.rows(step))
+        batches = [self._alone(row) for row in itertools.islice(rows, EVA_SEQUENCES)]
+        self.recorder.phase(PhaseProgress(name="loading", detail=f"the adapters, from {len(batches)} sequences"))
+        start_from_inputs(self.executor.model, lambda: self.executor.evaluate(batches))
 
     def step(self, step: int) -> None:
         """One optimizer step over the rows that belong to it, and its metrics."""
@@ -250,6 +271,10 @@ class _Run:
                 self._say("warning", "sample", str(error), step=step)  # the result is already there
                 return
             self.recorder.sample(TextSample(step=step, stage=stage, prompt=prompt.text, text=text))
+
+    def _alone(self, row: int) -> MicroBatch:
+        """One sequence, which needs no padding."""
+        return split([self.data.train[row]], 1, self.data.pad_id)[0]
 
     def _micro_batches(self, rows: Sequence[int]) -> list[MicroBatch]:
         examples = [self.data.train[row] for row in rows]
