@@ -1,0 +1,59 @@
+"""Freed memory is kept: the same work faults in no new pages."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+FAULTS = """
+import resource, sys
+from vramfit.engine.heap import keep_freed_memory
+import torch
+if "keep" in sys.argv:
+    assert keep_freed_memory()
+
+def work():
+    pieces = [torch.ones(size * 2**18) for size in (1, 64, 8, 40)]  # MiB in fp32
+    return sum(float(piece[0]) for piece in pieces)
+
+for _ in range(4):  # until the heap has its shape
+    work()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(4):
+    work()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+gnu = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only GNU's C library can be told to keep memory")
+
+
+def faults(*arguments: str) -> int:
+    made = subprocess.run([sys.executable, "-c", FAULTS, *arguments], capture_output=True, text=True, check=True)
+    return int(made.stdout.split()[-1])
+
+
+@gnu
+def test_kept_memory_is_not_faulted_in_again():
+    given_back, kept = faults(), faults("keep")
+    pages = 4 * (64 + 40) * 2**20 // os.sysconf("SC_PAGE_SIZE")
+    assert given_back >= pages  # the two large pieces come anew each time
+    assert kept < pages / 20
+
+
+@gnu
+def test_a_users_own_setting_is_left_alone(monkeypatch):
+    from vramfit.engine.heap import keep_freed_memory
+
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
+    assert not keep_freed_memory()
+
+
+def test_another_c_library_is_left_alone(monkeypatch):
+    from vramfit.engine import heap
+
+    monkeypatch.setattr(heap.platform, "libc_ver", lambda: ("musl", "1.2"))
+    assert not heap.keep_freed_memory()
