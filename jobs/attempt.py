@@ -22,7 +22,8 @@ from jobs.store import Store
 from vramfit.errors import InternalError, UserError, VramfitError
 from vramfit.hardware.devices import Device, probe
 from vramfit.hardware.telemetry import Sampler
-from vramfit.training.metrics import RunResult
+from vramfit.training.health import Watches, watches_of_machine
+from vramfit.training.metrics import Event, RunResult
 
 WATCH_S: Final = 0.5
 HEARTBEAT_S: Final = 2.0
@@ -118,14 +119,24 @@ class Attempt:
 
     def _sample(self) -> None:
         """Read the machine once a second, from the very start; which card it is takes longer to find out."""
-        sampler = Sampler(_UNKNOWN)
-        self.recorder.telemetry(sampler.read(os.getpid()))
+        sampler, watches = Sampler(_UNKNOWN), watches_of_machine(0)
+        self._read_machine(sampler, watches)
         try:
-            sampler = Sampler(probe(self.store.data_dir).device(self.job.config.device))
+            device = probe(self.store.data_dir).device(self.job.config.device)
+            sampler = Sampler(device)
+            watches = watches_of_machine(device.memory_bytes if device.kind != "cpu" else 0)
         except VramfitError as error:
             print(f"telemetry shows the process only: {error}", file=sys.stderr)
         while not self._over.wait(TELEMETRY_S):
-            self.recorder.telemetry(sampler.read(os.getpid()))
+            self._read_machine(sampler, watches)
+
+    def _read_machine(self, sampler: Sampler, watches: Watches) -> None:
+        """Record one reading, and what it says of the run's health."""
+        reading = sampler.read(os.getpid())
+        self.recorder.telemetry(reading)
+        for found in watches.reading(reading, reserved_bytes=self.recorder.reserved_bytes):
+            print(found.message, flush=True)
+            self.recorder.event(Event(time=reading.time, level=found.level, kind=found.kind, message=found.message))
 
     # ---- the end ----------------------------------------------------------------------------------------------
 

@@ -64,7 +64,8 @@ class StoreRecorder:
     """Implements vramfit.training.metrics.Recorder for one attempt of one job. Use as a context manager.
 
     `fenced` becomes True when a newer attempt has taken over: nothing of this one is written any more. `stepped` is
-    True once a step was reported, `phase_name` is the last phase.
+    True once a step was reported, `reserved_bytes` what the allocator held in the last one; `phase_name` is the last
+    phase.
     """
 
     def __init__(self, store: Store, job: int, *, attempt: int) -> None:
@@ -74,6 +75,7 @@ class StoreRecorder:
         self._phase_at = float("-inf")
         self.phase_name: str | None = None
         self.stepped = False
+        self.reserved_bytes = 0
         self._flushing = self._closing = False
         self._lock = threading.Condition()
         self._retry_s = 0.0
@@ -110,7 +112,8 @@ class StoreRecorder:
     def steps(self, metrics: Sequence[StepMetrics]) -> None:
         with self._lock:
             self._waiting.steps.extend(metrics)
-            self.stepped = self.stepped or bool(metrics)
+            if metrics:
+                self.stepped, self.reserved_bytes = True, metrics[-1].reserved_bytes
             full = len(self._waiting.steps) >= FLUSH_ROWS
             self._want(time.monotonic() + (0.0 if full else FLUSH_S))
 

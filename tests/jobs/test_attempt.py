@@ -15,7 +15,9 @@ from jobs.run_job import run
 from jobs.store import SUPERVISOR_LEASE, Store
 from vramfit.config import RunConfig
 from vramfit.errors import CheckpointError, InternalError, JobError, WontFit
-from vramfit.training.metrics import RunResult
+from vramfit.training.health import watches_of_machine
+from vramfit.training.metrics import RunResult, StepMetrics, Telemetry
+from vramfit.units import GIB
 
 
 class OutOfMemoryError(RuntimeError):
@@ -170,3 +172,36 @@ def test_a_change_is_insisted_on_while_the_database_is_locked() -> None:
     with pytest.raises(JobError, match="not your attempt"):
         insist(refused)
     assert len(tries) == 4, "what is refused is not asked again"
+
+
+class HotCard:
+    """A sampler of a card that is always too hot, and on which the driver shows 10 GiB in use."""
+
+    def read(self, pid: int) -> Telemetry:
+        return Telemetry(
+            time=time.time(),
+            device_bytes=10 * GIB,
+            host_bytes=1,
+            utilisation=1.0,
+            power_watts=300.0,
+            temperature_c=93.0,
+            slowed_by_heat=True,
+        )
+
+
+def test_what_the_machine_shows_becomes_an_event_once(store: Store, job: int) -> None:
+    with Attempt(store, store.job(job)) as attempt:
+        step = StepMetrics(
+            step=1, time=0.0, loss=1.0, learning_rate=0.1, grad_norm=1.0, tokens=1, tokens_per_s=1.0, step_seconds=1.0,
+            epoch=0.0, allocated_bytes=1, reserved_bytes=25 * GIB, resident_bytes=1,
+        )  # fmt: skip
+        attempt.recorder.steps([step])
+        watches = watches_of_machine(24 * GIB)
+        for _ in range(20):
+            attempt._read_machine(HotCard(), watches)  # type: ignore[arg-type]
+        attempt.recorder.flush()
+        told = {event.kind: event.message for event in store.events(job)}
+        assert [event.kind for event in store.events(job)] == ["heat", "spill"]
+        assert "93 °C" in told["heat"]
+        assert "holds 25.0 GiB" in told["spill"] and "a card of 24.0 GiB" in told["spill"]
+        attempt.finish(result(stopped=False))

@@ -19,11 +19,14 @@ import psutil
 from vramfit.config import RunConfig
 from vramfit.data.batches import MicroBatch, StepOrder, split
 from vramfit.data.prepare import PreparedData, prepare
+from vramfit.engine.drift import Calibrator, Check
+from vramfit.engine.evaluation import has_finite_weights
 from vramfit.engine.optimizers import build_optimizer
+from vramfit.engine.precision import COLLAPSED_LOSS_SCALE, described
 from vramfit.engine.reach import check_gradients_reach
 from vramfit.engine.resident import ResidentExecutor, StepResult
 from vramfit.engine.schedule import learning_rate_at
-from vramfit.errors import CheckpointError, ModelError, UserError
+from vramfit.errors import CheckpointError, DataError, ModelError, UserError
 from vramfit.hardware.devices import Machine, probe
 from vramfit.models.adapter_start import start_from_inputs
 from vramfit.models.export import export_run
@@ -34,7 +37,9 @@ from vramfit.planning.plan import Forecast, Plan
 from vramfit.planning.planner import forecast_run
 from vramfit.planning.start import length_limit
 from vramfit.training import checkpoint
+from vramfit.training.health import Evaluations, Health, Refusals, Watches, named_rows
 from vramfit.training.metrics import (
+    DriftCheck,
     Evaluation,
     Event,
     PhaseProgress,
@@ -51,7 +56,7 @@ CHECKPOINTS, EXPORT, ADAPTER_START = "checkpoints", "export", "adapter-start.saf
 AUTOMATIC_CADENCES = 10  # evaluations and checkpoints a run, when the user leaves the choice to us
 EVA_SEQUENCES = 16  # whose activations say where adapters begin
 MOST_EVALUATION_SHARE = 0.1  # of a run's work, where the cadence is ours to choose
-MOST_REFUSED_STEPS = 8  # in a row; fp16's scaler finds its scale in fewer
+CALIBRATE_FP16_EVERY = 10  # steps
 
 
 def train(
@@ -102,8 +107,10 @@ def train(
     recorder.phase(PhaseProgress(name="loading", detail=f"the model, {format_count(architecture.params)} parameters"))
     goes_on = resume and (folder / CHECKPOINTS).is_dir()
     model = load_model(config, plan, cache=cache, start_file=folder / ADAPTER_START, resumed=goes_on)
-    optimizer = build_optimizer(model, config.schedule, plan)
-    executor = ResidentExecutor(model, plan=plan, optimizer=optimizer, max_grad_norm=config.schedule.max_grad_norm)
+    optimizer = build_optimizer(model, config.schedule, plan, seed=config.seed)
+    executor = ResidentExecutor(
+        model, plan=plan, optimizer=optimizer, max_grad_norm=config.schedule.max_grad_norm, loss=config.loss
+    )
     run = _Run(config=config, plan=plan, data=data, order=order, executor=executor, recorder=recorder, folder=folder)
     run.report_preparation(forecast)
     run.check_adapters()
@@ -117,21 +124,24 @@ def train(
 
     recorder.phase(PhaseProgress(name="training", done=done, total=order.total_steps, unit="steps"))
     stopped = should_stop()
-    while done < order.total_steps and not stopped:
+    while done < order.total_steps and not stopped and not run.improves_no_more:
         done += 1
+        if run.is_due(done, run.calibrate_every):
+            run.calibrate(done)
         run.step(done)
         stopped = should_stop()
-        if run.is_due(done, run.evaluate_every):
-            run.evaluate(done)
-        if stopped or run.is_due(done, run.checkpoint_every):
+        better = run.is_due(done, run.evaluate_every) and run.evaluate(done)
+        if stopped or run.improves_no_more or run.is_due(done, run.checkpoint_every) or (better and run.keeps_best):
             run.save(done)
         recorder.phase(PhaseProgress(name="training", done=done, total=order.total_steps, unit="steps"))
 
     if stopped and done < order.total_steps:
         return run.result(done, stopped=True, export=None)
+    exported = run.take_best(done) if run.keeps_best else done
+    run.check_weights(done)
     recorder.phase(PhaseProgress(name="exporting"))
     export = export_run(model, tokenizer, config, folder / EXPORT)
-    run.write_samples(tokenizer, step=done, stage="after")
+    run.write_samples(tokenizer, step=exported, stage="after")
     return run.result(done, stopped=False, export=export)
 
 
@@ -150,11 +160,20 @@ class _Run:
     eval_loss: float | None = None
     peak_allocated_bytes: int = 0
     micro_batch: int = field(init=False)
-    _refused_in_a_row: int = 0
+    health: Health = field(init=False)
+    calibrate_every: int = field(init=False)
     _process: psutil.Process = field(default_factory=psutil.Process)
 
     def __post_init__(self) -> None:
         self.micro_batch = self.plan.micro_batch
+        choice = self.config.health
+        self.health = Health(
+            refusals=Refusals(choice.refused_steps),
+            evaluations=Evaluations(choice.patience),
+            watches=Watches.of_steps(self.order.total_steps),
+        )
+        usual = CALIBRATE_FP16_EVERY if self.plan.compute == "fp16" else 0
+        self.calibrate_every = usual if choice.calibrate_every == "auto" else choice.calibrate_every
 
     def check_adapters(self) -> None:
         """Refuse adapters that no gradient reaches, before anybody waits for them to learn."""
@@ -177,20 +196,67 @@ class _Run:
         rate = learning_rate_at(
             step, total_steps=self.order.total_steps, schedule=self.config.schedule, peak=self.config.learning_rate
         )
-        result = self.executor.step(self._micro_batches(rows), rate)
-        self._report_step(step, result, rate=rate, seconds=time.perf_counter() - began)
+        try:
+            result = self.executor.step(self._micro_batches(rows), rate)
+        except DataError as error:
+            raise DataError(f"{error.what} (step {step}: {self._named(rows)})", error.remedy) from error
+        now = self._report_step(step, result, rate=rate, seconds=time.perf_counter() - began)
+        self._check_health(now, result)
 
-    def evaluate(self, step: int) -> None:
-        """Mean loss over the held-out share."""
-        if not self.data.held_out:
+    def calibrate(self, step: int) -> None:
+        """How far loss and gradient norm of the step's first micro-batch are from fp32's, before the step is taken."""
+        choice = self.config.health
+        calibrator = Calibrator(self.executor, limit=choice.drift_limit, may_raise=choice.raise_precision)
+        if not calibrator.possible:
+            self.calibrate_every = 0
+            self._say("info", "drift", "The run computes in fp32: there is no drift from it to check.", step=step)
             return
+        check = calibrator.check(self._micro_batches(self.order.rows(step))[0])
+        for drift in check.drifts:
+            raised = ", ".join(drift.raised)
+            self.recorder.drift(
+                DriftCheck(step=step, time=time.time(), loss=drift.loss, grad_norm=drift.grad_norm, raised=raised)
+            )
+        self._tell_drift(step, check)
+
+    def evaluate(self, step: int) -> bool:
+        """Mean loss over the held-out share. Returns whether it is the best so far."""
+        if not self.data.held_out:
+            return False
         self.recorder.phase(PhaseProgress(name="evaluating", done=step, total=self.order.total_steps, unit="steps"))
         loss, tokens = self.executor.evaluate(split(self.data.held_out, self.micro_batch, self.data.pad_id))
         self.eval_loss = loss
         self.recorder.evaluation(Evaluation(step=step, time=time.time(), loss=loss, tokens=tokens))
+        if step == 0:  # what training has to improve on, and nothing that could be kept
+            return False
+        evaluations = self.health.evaluations
+        better = evaluations.hear(step, loss)
+        if evaluations.enough:
+            self._say(
+                "info",
+                "early-stop",
+                f"{evaluations.without_better} tests in a row were not better than {evaluations.best_loss:.4f} at step "
+                f"{evaluations.best_step}: the run ends here.",
+                step=step,
+            )
+        return better
+
+    @property
+    def improves_no_more(self) -> bool:
+        """So many evaluations without a better loss that the run ends, as the config says."""
+        return self.health.evaluations.enough
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the state of the best evaluation is what the run is for."""
+        return self.config.output.keep_best
 
     def save(self, step: int) -> None:
-        """A checkpoint from which `resume` goes on exactly."""
+        """A checkpoint from which `resume` goes on exactly. After bad steps none: the last good ones stay."""
+        if self.health.refusals.in_a_row or not has_finite_weights(self.executor.model):
+            message = "No checkpoint was saved after a step without finite numbers; the last good one is kept."
+            self._say("warning", "checkpoint", message, step=step)
+            return
         self.recorder.phase(PhaseProgress(name="saving", done=step, total=self.order.total_steps, unit="steps"))
         tensors, values = self.executor.state()
         checkpoint.save(
@@ -204,8 +270,10 @@ class _Run:
                 "final_loss": self.final_loss,
                 "eval_loss": self.eval_loss,
                 "peak_allocated_bytes": self.peak_allocated_bytes,
+                "evaluations": self.health.evaluations.state(),
             },
             keep=self.config.output.keep_checkpoints,
+            best=self.health.evaluations.best_step if self.keeps_best else None,
         )
         self._say("info", "checkpoint", f"Checkpoint saved at step {step}.", step=step)
 
@@ -222,10 +290,36 @@ class _Run:
         self.executor.load_state(saved.tensors, saved.values["executor"])
         self.final_loss, self.eval_loss = saved.values.get("final_loss"), saved.values["eval_loss"]
         self.peak_allocated_bytes = saved.values.get("peak_allocated_bytes", 0)
+        self.health.evaluations.load_state(saved.values.get("evaluations", {}))
         # Memory that is free now must not change the last bits, nor the dropout: only less of it makes smaller ones.
         self.micro_batch = min(self.micro_batch, saved.values.get("micro_batch", self.micro_batch))
         self._say("info", "resume", f"Resumed at step {saved.step}.", step=saved.step)
         return saved.step
+
+    def take_best(self, done: int) -> int:
+        """Put the state of the best evaluation back, for the export. Returns the step it is of."""
+        best, loss = self.health.evaluations.best_step, self.health.evaluations.best_loss
+        if best is None or best == done:
+            return done
+        try:
+            saved = checkpoint.load(self.folder / CHECKPOINTS, best)
+        except CheckpointError as error:
+            self._say("warning", "best", f"The last state is exported, not the best: {error.what}.", step=done)
+            return done
+        self.executor.load_state(saved.tensors, saved.values["executor"])
+        last, self.eval_loss = self.eval_loss, loss
+        self._say(
+            "info", "best", f"Step {best} is exported: its test was the best, {loss:.4f}; the last gave {last:.4f}."
+        )
+        return best
+
+    def check_weights(self, step: int) -> None:
+        """Refuse to export what no longer holds numbers. Raises UserError."""
+        if not has_finite_weights(self.executor.model):
+            raise UserError(
+                f"After step {step} the weights are not finite numbers, so nothing is exported",
+                "Lower the learning rate and start anew; the last good checkpoint is kept.",
+            )
 
     @property
     def checkpoint_every(self) -> int:
@@ -280,44 +374,60 @@ class _Run:
         examples = [self.data.train[row] for row in rows]
         return split(examples, self.micro_batch, self.data.pad_id)
 
-    def _report_step(self, step: int, result: StepResult, *, rate: float, seconds: float) -> None:
+    def _report_step(self, step: int, result: StepResult, *, rate: float, seconds: float) -> StepMetrics:
         allocated, reserved = self.executor.memory()
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, allocated)
         self.final_loss = result.loss
-        self.recorder.steps(
-            [
-                StepMetrics(
-                    step=step,
-                    time=time.time(),
-                    loss=result.loss,
-                    learning_rate=rate,
-                    grad_norm=result.grad_norm,
-                    tokens=result.tokens,
-                    tokens_per_s=result.tokens / seconds,
-                    step_seconds=seconds,
-                    epoch=self.order.epoch(step),
-                    allocated_bytes=allocated,
-                    reserved_bytes=reserved,
-                    resident_bytes=self._process.memory_info().rss,
-                    loss_scale=result.loss_scale,
-                    skipped=result.skipped,
-                )
-            ]
+        now = StepMetrics(
+            step=step,
+            time=time.time(),
+            loss=result.loss,
+            learning_rate=rate,
+            grad_norm=result.grad_norm,
+            tokens=result.tokens,
+            tokens_per_s=result.tokens / seconds,
+            step_seconds=seconds,
+            epoch=self.order.epoch(step),
+            allocated_bytes=allocated,
+            reserved_bytes=reserved,
+            resident_bytes=self._process.memory_info().rss,
+            loss_scale=result.loss_scale,
+            skipped=result.skipped,
         )
+        self.recorder.steps([now])
         if result.recovered:
             self._say("warning", "out-of-memory", f"{result.recovered}.", step=step)
-        self._check_health(step, result)
+        return now
 
-    def _check_health(self, step: int, result: StepResult) -> None:
-        """A step that could not be taken is told; several in a row end the run, which keeps its last checkpoint."""
-        self._refused_in_a_row = self._refused_in_a_row + 1 if result.problem else 0
+    def _check_health(self, now: StepMetrics, result: StepResult) -> None:
+        """A step that could not be taken is told; several in a row end the run, and its last good checkpoint stays."""
+        rows = self._named(self.order.rows(now.step)) if result.problem else ""
         if result.problem:
-            self._say("warning", "not-finite", f"{result.problem}.", step=step)
-        if self._refused_in_a_row >= MOST_REFUSED_STEPS:
-            raise UserError(
-                f"{MOST_REFUSED_STEPS} steps in a row up to step {step} gave no finite result: {result.problem}",
-                "Lower the learning rate, or choose fp32 or bf16; the last checkpoint is kept.",
-            )
+            self._say("warning", "not-finite", f"{result.problem} ({rows}).", step=now.step)
+        collapsed = result.loss_scale is not None and result.loss_scale < COLLAPSED_LOSS_SCALE
+        self.health.refusals.count(now.step, result.problem, rows=rows, collapsed=collapsed)
+        for found in self.health.watches.step(now):
+            self._say(found.level, found.kind, found.message, step=now.step)
+
+    def _tell_drift(self, step: int, check: Check) -> None:
+        """Warn once of a drift above the limit, tell each part that is raised, and why there is nothing to tell."""
+        if check.skipped:
+            self._say("info", "drift", f"The drift from fp32 was not measured: {check.skipped}.", step=step)
+            self.calibrate_every = self.calibrate_every if check.may_pass else 0
+        if not check.drifts:
+            return
+        limit, first, last = self.config.health.drift_limit, check.drifts[0], check.drifts[-1]
+        if self.health.drifting.sees(wrong=first.worst > limit, right=first.worst <= limit / 2):
+            message = f"{self.plan.compute} strays from fp32: the loss by {first.loss:.2%}, the gradient norm by "
+            message += f"{first.grad_norm:.2%}; the limit is {limit:.2%}."
+            self._say("warning", "drift", message, step=step)
+        if last.raised != first.raised:
+            now = f"{last.loss:.2%} of the loss and {last.grad_norm:.2%} of the gradient norm"
+            parts = ", ".join(last.raised)
+            self._say("info", "drift", f"Computed in fp32 from now on: {parts}; the drift is {now}.", step=step)
+
+    def _named(self, rows: Sequence[int]) -> str:
+        return named_rows([self.data.train[row] for row in rows])
 
     def _identity(self) -> dict[str, Any]:
         """What a checkpoint belongs to: going on with other data or another step would train something else."""
@@ -358,6 +468,7 @@ class _Run:
             self._say("info", "loss", f"Loss {self.executor.loss_kind}: {self.executor.loss_reason}.")
         if self.executor.loss_kind == "fused" and any(example.weights is not None for example in self.data.train):
             self._say("info", "loss", "Loss chunked where answers have weights: the fused kernel takes none.")
+        self._say("info", "precision", described(self.plan.compute, self._stored_as()))
         for choice in forecast.plan.reasons:
             print(f"{choice.setting} = {choice.value}: {choice.reason}", flush=True)
         print(
@@ -365,6 +476,10 @@ class _Run:
             f"{forecast.speed.tokens_per_s:.0f} tokens/s",
             flush=True,
         )
+
+    def _stored_as(self) -> str:
+        adapters = f", adapters in {self.plan.trained_format}" if self.config.trains_adapter else ""
+        return f"{self.plan.weight_format}{adapters}"
 
     def result(self, step: int, *, stopped: bool, export: Path | None) -> RunResult:
         return RunResult(

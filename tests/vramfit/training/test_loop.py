@@ -366,3 +366,374 @@ def test_a_text_that_cannot_be_written_does_not_undo_a_finished_run(
     assert [event.message for event in heard.events if event.kind == "sample"] == [
         "The model's output is not finite numbers"
     ]
+
+
+# ---- precision and health -------------------------------------------------------------------------------------------
+
+QUIET = {"prompts": [], "sample_tokens": 0}
+
+
+def kinds(heard: Any) -> list[str]:
+    return [event.kind for event in heard.events]
+
+
+def told(heard: Any, kind: str) -> list[str]:
+    return [event.message for event in heard.events if event.kind == kind]
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "export" / "model.safetensors")
+
+
+@pytest.fixture
+def tiny_model(tmp_path: Path, cache: Path) -> str:
+    """16-bit numbers are slow on this machine: two blocks of 16."""
+    return str(tiny_llama(tmp_path / "model", cache))
+
+
+def test_what_a_run_computes_in_is_told(small_run: Build, kept: Keep, cache: Path, tmp_path: Path) -> None:
+    heard = kept()
+    train(small_run(output=QUIET), folder=tmp_path / "run", cache=cache, recorder=heard)
+    assert told(heard, "precision") == [
+        "Products are computed in fp32, the loss and sums in fp32; weights are stored in fp32."
+    ]
+    assert heard.drifts == []
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_checks_against_fp32_leave_the_training_as_it_is(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, tiny_model: str, precision: str
+) -> None:
+    found = {}
+    for every in (0, 2):
+        heard = kept()
+        config = small_run(
+            method="lora",
+            adapter={"dropout": 0.2},
+            model={"source": tiny_model},
+            memory={"precision": precision},
+            health={"calibrate_every": every},
+            output={**QUIET, "export": "merged"},
+        )
+        train(config, folder=tmp_path / str(every), cache=cache, recorder=heard)
+        found[every] = heard
+    assert [check.step for check in found[2].drifts] == [2, 4, 6, 7]
+    assert all(0 < max(check.loss, check.grad_norm) < 0.2 and check.raised == "" for check in found[2].drifts)
+    assert found[0].drifts == []
+    assert found[0].losses == found[2].losses
+    one, other = weights_of(tmp_path / "0"), weights_of(tmp_path / "2")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_fp16_is_checked_by_itself_every_ten_steps(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, tiny_model: str
+) -> None:
+    heard = kept()
+    config = small_run(
+        method="full",
+        model={"source": tiny_model},
+        memory={"precision": "fp16"},
+        schedule={"max_steps": 10},
+        output=QUIET,
+    )
+    train(config, folder=tmp_path / "run", cache=cache, recorder=heard)
+    assert [check.step for check in heard.drifts] == [10]
+    assert heard.metrics[-1].loss_scale == 2.0**16
+
+
+def test_a_drift_is_told_and_what_drifts_is_raised_and_stays_so_over_a_resume(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, tiny_model: str
+) -> None:
+    """A limit that bf16 cannot keep: every part is raised at the first check, and then there is nothing to check."""
+    config = small_run(
+        method="full",
+        model={"source": tiny_model},
+        memory={"precision": "bf16"},
+        health={"calibrate_every": 2, "drift_limit": 1e-9, "raise_precision": True},
+        output=QUIET,
+    )
+    first, second, plain = kept(), kept(), kept()
+    train(config, folder=tmp_path / "run", cache=cache, recorder=first, should_stop=stop_after(first, 3))
+    assert [(check.step, check.raised) for check in first.drifts] == [
+        (2, ""), (2, "head"), (2, "head, norms"), (2, "head, norms, all"),
+    ]  # fmt: skip
+    assert (first.drifts[-1].loss, first.drifts[-1].grad_norm) == (0, 0)
+    assert [event.level for event in first.events if event.kind == "drift"] == ["warning", "info"]
+    assert "Computed in fp32 from now on: head, norms, all; the drift is 0.00%" in told(first, "drift")[1]
+    train(config, folder=tmp_path / "run", cache=cache, recorder=second, resume=True)
+    assert second.drifts == []  # it computes in fp32, so there is nothing to compare
+    assert len(told(second, "drift")) == 1
+    whole = kept()
+    train(config, folder=tmp_path / "whole", cache=cache, recorder=whole)
+    assert first.losses + second.losses == whole.losses
+    train(
+        config.model_copy(update={"health": type(config.health)()}),
+        folder=tmp_path / "plain",
+        cache=cache,
+        recorder=plain,
+    )
+    assert plain.losses[:1] == whole.losses[:1]
+    assert plain.losses[1:] != whole.losses[1:]
+
+
+def test_a_drift_above_the_limit_is_told_once(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, tiny_model: str
+) -> None:
+    heard = kept()
+    config = small_run(
+        method="full",
+        model={"source": tiny_model},
+        memory={"precision": "bf16"},
+        health={"calibrate_every": 1, "drift_limit": 1e-9},
+        output=QUIET,
+    )
+    train(config, folder=tmp_path / "run", cache=cache, recorder=heard)
+    assert len(heard.drifts) == 7
+    [message] = told(heard, "drift")
+    assert message.startswith("bf16 strays from fp32: the loss by ") and "limit is 0.00%" in message
+
+
+def test_a_run_in_fp32_has_no_drift_and_says_so_when_asked(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path
+) -> None:
+    heard = kept()
+    train(small_run(health={"calibrate_every": 2}, output=QUIET), folder=tmp_path / "run", cache=cache, recorder=heard)
+    assert heard.drifts == []
+    assert told(heard, "drift") == ["The run computes in fp32: there is no drift from it to check."]
+
+
+def test_a_check_that_has_no_room_is_told_and_not_tried_again(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vramfit.engine.resident import ResidentExecutor
+
+    tried = []
+
+    def no_room(self: Any, piece: Any, **_: Any) -> Any:
+        tried.append(piece.rows)
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    monkeypatch.setattr(ResidentExecutor, "measure", no_room)
+    heard = kept()
+    config = small_run(
+        method="full",
+        model={"source": tiny_model},
+        memory={"precision": "bf16", "micro_batch": 3},
+        health={"calibrate_every": 2},
+        output=QUIET,
+    )
+    train(config, folder=tmp_path / "run", cache=cache, recorder=heard)
+    assert tried == [3, 2, 1]
+    assert len(heard.metrics) == 7
+    [message] = told(heard, "drift")
+    assert "has no room in fp32" in message
+
+
+def test_refused_steps_name_their_rows_and_leave_the_good_checkpoints(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From step 5 on no update is possible. The checkpoints of 3 and 4 are the last good ones and stay."""
+    from vramfit.engine.resident import ResidentExecutor
+    from vramfit.models.load import load_model
+
+    heard, steps = kept(), []
+    taken = ResidentExecutor.step
+
+    def listened(self: Any, micro_batches: Any, learning_rate: float) -> Any:
+        steps.append(micro_batches)
+        return taken(self, micro_batches, learning_rate)
+
+    def spoilt_later(*args: Any, **kwargs: Any) -> Any:
+        model = load_model(*args, **kwargs)
+        model.model.norm.register_forward_hook(
+            lambda module, hidden, output: output * torch.nan if len(heard.metrics) >= 4 else output
+        )
+        return model
+
+    monkeypatch.setattr(ResidentExecutor, "step", listened)
+    monkeypatch.setattr("vramfit.training.loop.load_model", spoilt_later)
+    config = small_run(
+        data={"packing": False},
+        health={"refused_steps": 3},
+        schedule={"max_steps": 20},
+        output={**QUIET, "checkpoint_every": 1, "evaluate_every": 0},
+    )
+    with pytest.raises(UserError, match="3 steps in a row up to step 7") as caught:
+        train(config, folder=tmp_path / "run", cache=cache, recorder=heard)
+    rows = sorted({row + 1 for batch in steps[-1] for row in batch.rows})
+    assert len(rows) == 3
+    assert f"rows {', '.join(map(str, rows))} of the data" in caught.value.what
+    assert [event.step for event in heard.events if event.kind == "not-finite"] == [5, 6, 7]
+    assert checkpoint.steps(tmp_path / "run" / CHECKPOINTS) == [3, 4]
+    assert any("last good one is kept" in message for message in told(heard, "checkpoint"))
+
+
+def test_spoilt_weights_are_neither_saved_nor_exported(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update of the last step makes no numbers of the weights, which that step's own loss cannot show."""
+    from vramfit.engine.schedule import learning_rate_at
+
+    monkeypatch.setattr(
+        "vramfit.training.loop.learning_rate_at",
+        lambda step, **others: float("nan") if step == 7 else learning_rate_at(step, **others),
+    )
+    heard = kept()
+    with pytest.raises(UserError, match="After step 7 the weights are not finite"):
+        train(
+            small_run(output={**QUIET, "checkpoint_every": 1, "evaluate_every": 0}),
+            folder=tmp_path / "run",
+            cache=cache,
+            recorder=heard,
+        )
+    assert checkpoint.steps(tmp_path / "run" / CHECKPOINTS) == [5, 6]
+    assert not (tmp_path / "run" / "export").exists()
+
+
+def test_a_collapsed_scale_ends_the_run_with_a_remedy(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients that overflow at any scale: 22 steps are skipped on the way down, each counted; the 23rd ends it."""
+    from vramfit.models.load import load_model
+
+    def overflowing(*args: Any, **kwargs: Any) -> Any:
+        model = load_model(*args, **kwargs)
+        model.model.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
+        return model
+
+    monkeypatch.setattr("vramfit.training.loop.load_model", overflowing)
+    heard = kept()
+    config = small_run(
+        method="full",
+        model={"source": tiny_model},
+        memory={"precision": "fp16"},
+        schedule={"max_steps": 60},
+        health={"calibrate_every": 0},
+        output=QUIET,
+    )
+    with pytest.raises(UserError, match="loss scale has fallen") as caught:
+        train(config, folder=tmp_path / "run", cache=cache, recorder=heard)
+    assert caught.value.remedy.startswith("Choose bf16 or fp32")
+    assert len(heard.metrics) == sum(step.skipped for step in heard.metrics) == 23
+    assert heard.metrics[-1].loss_scale == 2.0**-7
+
+
+def test_a_step_without_trained_tokens_is_refused_by_its_rows(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading leaves such rows out; should one come through all the same, the step that holds it is refused."""
+    from dataclasses import replace
+
+    from vramfit.data.prepare import prepare
+
+    def untrained_third(*args: Any, **kwargs: Any) -> Any:
+        data = prepare(*args, **kwargs)
+        return replace(
+            data, train=[replace(example, trained=example.trained & (example.row != 2)) for example in data.train]
+        )
+
+    monkeypatch.setattr("vramfit.training.loop.prepare", untrained_third)
+    config = small_run(
+        data={"packing": False, "eval_share": 0.0},
+        schedule={"sequences_per_step": 1, "max_steps": None, "epochs": 1},
+        output=QUIET,
+    )
+    heard = kept()
+    with pytest.raises(DataError, match=r"0 trained tokens \(step \d+: row 3 of the data\)"):
+        train(config, folder=tmp_path / "run", cache=cache, recorder=heard)
+    assert len(heard.metrics) < 20
+
+
+def losses_of_evaluations(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
+    """What the evaluations of a run say, one after another; all else is as it is."""
+    from vramfit.engine.resident import ResidentExecutor
+
+    waiting = iter(losses)
+    usual = ResidentExecutor.evaluate
+    monkeypatch.setattr(ResidentExecutor, "evaluate", lambda self, batches: (next(waiting), usual(self, batches)[1]))
+
+
+def test_a_run_that_improves_no_more_ends_early_and_finishes(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses_of_evaluations(monkeypatch, [3.0, 2.0, 2.1, 2.0, 1.0])
+    heard = kept()
+    config = small_run(health={"patience": 2}, output={**QUIET, "evaluate_every": 1, "checkpoint_every": 100})
+    result = train(config, folder=tmp_path / "run", cache=cache, recorder=heard)
+    assert (result.steps, result.total_steps, result.stopped) == (4, 7, False)
+    assert result.export is not None
+    assert told(heard, "early-stop") == ["2 tests in a row were not better than 2.0000 at step 2: the run ends here."]
+    assert checkpoint.steps(tmp_path / "run" / CHECKPOINTS) == [4]
+    again = train(config, folder=tmp_path / "run", cache=cache, recorder=kept(), resume=True)
+    assert (again.steps, again.stopped) == (4, False)
+
+
+def test_the_best_is_kept_through_rotation_and_exported(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses_of_evaluations(monkeypatch, [3.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.5])
+    heard = kept()
+    output = {**QUIET, "evaluate_every": 1, "checkpoint_every": 1, "keep_checkpoints": 2, "keep_best": True}
+    result = train(small_run(output=output), folder=tmp_path / "run", cache=cache, recorder=heard)
+    assert checkpoint.steps(tmp_path / "run" / CHECKPOINTS) == [2, 6, 7]
+    assert told(heard, "best") == ["Step 2 is exported: its test was the best, 1.0000; the last gave 2.5000."]
+    assert (result.steps, result.eval_loss) == (7, 1.0)
+    short = kept()
+    monkeypatch.undo()
+    stopped = train(
+        small_run(output=output),
+        folder=tmp_path / "short",
+        cache=cache,
+        recorder=short,
+        should_stop=stop_after(short, 2),
+    )
+    assert stopped.steps == 2
+    kept_state = checkpoint.load(tmp_path / "short" / CHECKPOINTS, 2).tensors
+    exported = weights_of(tmp_path / "run")
+    assert all(torch.equal(exported[name], kept_state[f"model.{name}"]) for name in exported)
+
+
+def test_the_best_is_saved_when_no_checkpoint_is_due_and_known_after_a_resume(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses_of_evaluations(monkeypatch, [3.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0])
+    first, second = kept(), kept()
+    config = small_run(output={**QUIET, "evaluate_every": 1, "checkpoint_every": 100, "keep_best": True})
+    train(config, folder=tmp_path / "run", cache=cache, recorder=first, should_stop=stop_after(first, 4))
+    assert checkpoint.steps(tmp_path / "run" / CHECKPOINTS) == [2, 4]
+    train(config, folder=tmp_path / "run", cache=cache, recorder=second, resume=True)
+    assert checkpoint.steps(tmp_path / "run" / CHECKPOINTS) == [2, 4, 7]
+    assert len(told(second, "best")) == 1
+
+
+def test_a_damaged_best_is_told_and_the_last_state_exported(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses_of_evaluations(monkeypatch, [3.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0])
+    heard = kept()
+    config = small_run(output={**QUIET, "evaluate_every": 1, "keep_best": True, "checkpoint_every": 100})
+
+    def stop() -> bool:
+        best = tmp_path / "run" / CHECKPOINTS / "step-00000002" / "tensors.safetensors"
+        if best.is_file():
+            best.write_bytes(best.read_bytes()[:-1])
+        return False
+
+    result = train(config, folder=tmp_path / "run", cache=cache, recorder=heard, should_stop=stop)
+    assert result.eval_loss == 2.0
+    [message] = told(heard, "best")
+    assert message.startswith("The last state is exported, not the best")
+
+
+def test_a_spike_is_told_at_its_step(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 30's rate throws the weights far off: the loss of step 31 is the spike."""
+    monkeypatch.setattr(
+        "vramfit.training.loop.learning_rate_at",
+        lambda step, **others: 1.0 if step == 30 else 1e-4,
+    )
+    heard = kept()
+    config = small_run(schedule={"max_steps": 33}, output={**QUIET, "evaluate_every": 0})
+    train(config, folder=tmp_path / "run", cache=cache, recorder=heard)
+    assert [event.step for event in heard.events if event.kind == "loss-spike"] == [31]
