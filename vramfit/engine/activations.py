@@ -1,20 +1,38 @@
-"""What a block's activations cost in memory: keep them for backward, or recompute them from the block's input.
+"""What a block's activations cost in memory: kept for backward, kept in 8 bits, or recomputed from the block's input.
 
 Recompute (Chen et al. 2016, "Training deep nets with sublinear memory cost") keeps one hidden state per block and runs
-the block's forward again in backward: about a third more compute, and bit-exactly the same gradients.
+the block's forward again in backward: about a third more compute, and bit-exactly the same gradients, wherever the
+hidden state waits. Compression changes gradients a little (see `compression.py`) and computes nothing again.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from vramfit.engine.compression import Codec, InputCompressor
+from vramfit.engine.offload import HostInputs
+from vramfit.engine.randomness import rounding_generator
 from vramfit.errors import ModelError
+from vramfit.planning.plan import Plan
+
+Mode = Literal["keep", "compress", "recompute", "offload"]
+"""How a block holds what backward needs: all of it; its linears' inputs in 8 bits; nothing but its input; or that in
+RAM."""
+
+MODES: Final[tuple[Mode, ...]] = get_args(Mode)
+"""From the most memory to the least."""
+
+
+def tighter(one: Mode, other: Mode) -> Mode:
+    """The one of two modes that needs less memory."""
+    return max(one, other, key=MODES.index)
 
 
 def find_blocks(model: nn.Module) -> nn.ModuleList:
@@ -32,48 +50,128 @@ def find_blocks(model: nn.Module) -> nn.ModuleList:
     return max(lists, key=_size)  # max keeps the first of equals: the outermost
 
 
+def planned_modes(plan: Plan, blocks: int) -> tuple[Mode, ...]:
+    """The mode of each of `blocks` blocks: the first ones are recomputed, the next compressed, the others kept.
+
+    The first blocks' activations would be held longest.
+    """
+    recompute: Mode = "recompute" if plan.input_tier == "device" else "offload"
+    modes: list[Mode] = [recompute] * min(plan.recompute, blocks)
+    modes += ["compress"] * min(plan.compress, blocks - len(modes))
+    return _padded(modes, blocks)
+
+
+def plan_activations(model: nn.Module, plan: Plan) -> tuple[Mode, ...]:
+    """Set the modes of `plan` and return them; () for a model without blocks whose activations are all kept."""
+    if not plan.recompute and not plan.compress and not is_changed(model):
+        return ()
+    return set_activations(model, planned_modes(plan, len(find_blocks(model))))
+
+
+def set_activations(model: nn.Module, modes: Sequence[Mode], *, codec: Codec = "int8") -> tuple[Mode, ...]:
+    """From the next forward on, block i of `model` is in `modes[i]`; blocks beyond `modes` are kept. Returns all modes.
+
+    May be called between any two steps. `codec` is the format of compressed blocks. Raises ModelError when there are no
+    blocks.
+    """
+    blocks = find_blocks(model)
+    host = next((found.host for block in blocks if (found := _changed(block))), None) or HostInputs()
+    for block, mode in zip(blocks, _padded(modes, len(blocks)), strict=True):
+        _set(block, mode, codec, host)
+    return activation_modes(model)
+
+
+def activation_modes(model: nn.Module) -> tuple[Mode, ...]:
+    """The mode of each block."""
+    return tuple(found.mode if (found := _changed(block)) else "keep" for block in find_blocks(model))
+
+
 def recompute_blocks(model: nn.Module, count: int) -> int:
     """Recompute the first `count` blocks of `model` in backward and keep the others. Returns how many there are now.
 
-    Calling it again changes the number; 0 keeps all. The first blocks are the ones to recompute: their activations
-    would be held longest.
+    Calling it again changes the number; 0 keeps all, of a model without blocks too.
     """
-    if count == 0 and not _is_changed(model):
+    if count == 0 and not is_changed(model):
         return 0
-    blocks = find_blocks(model)
-    for index, block in enumerate(blocks):
-        _restore(block)
-        if index < count:
-            _recompute(block)
-    return min(count, len(blocks))
+    return set_activations(model, ["recompute"] * count).count("recompute")
 
 
-def _recompute(block: nn.Module) -> None:
-    """Shadow the block's `forward` on the instance: the class, its state_dict and its name stay as they were."""
-    block.forward = functools.partial(_run_recomputed, block.forward)
+def is_changed(model: nn.Module) -> bool:
+    """Whether any block does something else than keep its activations."""
+    return any(_changed(module) for module in model.modules())
 
 
-def _restore(block: nn.Module) -> None:
-    if not _is_recomputed(block):
-        return
-    before = block.__dict__.pop("forward").args[0]
-    if getattr(before, "__self__", None) is not block:  # somebody else had shadowed it first: give that back
-        block.forward = before
+class _Changed:
+    """A block's `forward` in another mode, put on the instance: the class, its state_dict and its name stay."""
+
+    def __init__(self, block: nn.Module, host: HostInputs) -> None:
+        self.forward: Callable[..., Any] = block.forward
+        self.mode: Mode = "keep"
+        self.host = host
+        self.compressor: InputCompressor | None = None
+        self._block = weakref.ref(block)
+
+    def set(self, mode: Mode, codec: Codec) -> None:
+        if self.compressor is not None:
+            self.compressor.close()
+        block = self._block()
+        assert block is not None
+        self.mode = mode
+        self.compressor = InputCompressor(block, codec) if mode == "compress" else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.mode == "keep" or not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        if self.compressor is not None:
+            return self.compressor.run(self.forward, *args, **kwargs)
+        if self.mode == "recompute":
+            # Non-reentrant: works when only adapters inside the block need gradients and its input does not.
+            return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+        return self._offloaded(args, kwargs)
+
+    def _offloaded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Recomputed from an input that waits in RAM. Only what is given by position can wait elsewhere."""
+        forward = self.forward
+        if not args:
+            name = next(name for name, value in kwargs.items() if isinstance(value, Tensor))
+            args = (kwargs.pop(name),)
+            forward = functools.partial(_by_name, forward, name)
+        hidden = next(value for value in args if isinstance(value, Tensor))
+        with self.host.sending(hidden):
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-def _is_recomputed(module: nn.Module) -> bool:
-    return getattr(module.__dict__.get("forward"), "func", None) is _run_recomputed
+def _by_name(forward: Callable[..., Any], name: str, hidden: Tensor, **kwargs: Any) -> Any:
+    return forward(**{name: hidden}, **kwargs)
 
 
-def _is_changed(model: nn.Module) -> bool:
-    return any(_is_recomputed(module) for module in model.modules())
+def _set(block: nn.Module, mode: Mode, codec: Codec, host: HostInputs) -> None:
+    changed = _changed(block)
+    if changed is None:
+        if mode == "keep":
+            return
+        changed = _Changed(block, host)
+        block.forward = changed
+    if mode == "compress":  # the stream is there before anybody notes where it stands
+        rounding_generator(next(block.parameters()).device)
+    changed.set(mode, codec)
+    if mode == "keep" and block.__dict__["forward"] is changed:
+        del block.__dict__["forward"]
+        if getattr(changed.forward, "__self__", None) is not block:  # somebody else had changed it first
+            block.forward = changed.forward
 
 
-def _run_recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    # Non-reentrant: works when only adapters inside the block need gradients and its input does not.
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+def _changed(module: nn.Module) -> _Changed | None:
+    """Ours, also below what somebody put over it later."""
+    forward = module.__dict__.get("forward")
+    while isinstance(forward, functools.partial) and forward.args:
+        forward = forward.args[0]
+    return forward if isinstance(forward, _Changed) else None
+
+
+def _padded(modes: Sequence[Mode], blocks: int) -> tuple[Mode, ...]:
+    rest: list[Mode] = ["keep"] * (blocks - len(modes))
+    return (*modes[:blocks], *rest)
 
 
 def _size(module: nn.Module) -> int:

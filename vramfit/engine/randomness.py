@@ -1,4 +1,8 @@
-"""Random states of the CPU and of the device: read, put back, borrowed. What a replay and a resume need."""
+"""Random states of the CPU and of the device: read, put back, borrowed. What a replay and a resume need.
+
+Beside torch's own streams there is one more on each device, for rounding by chance: what is drawn from it leaves the
+others, and so the model's dropout, as they are.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,31 @@ import torch
 
 from vramfit.engine.accelerators import generator_state, set_generator_state
 
+_ROUNDING: dict[torch.device, torch.Generator] = {}
+
+
+def rounding_generator(device: torch.device) -> torch.Generator:
+    """The stream for rounding on `device`. It begins with the seed that torch was given last."""
+    if device not in _ROUNDING:
+        restart_rounding(device)
+    return _ROUNDING[device]
+
+
+def restart_rounding(device: torch.device) -> None:
+    """Let the stream for rounding begin anew, with the seed that torch was given last."""
+    _ROUNDING.setdefault(device, torch.Generator(device)).manual_seed(torch.initial_seed() % 2**63)
+
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """The generators' states as uint8 tensors on the CPU: `cpu`, and `device` where the device has its own."""
+    """The generators' states as uint8 tensors on the CPU: `cpu`, and where there are such, the `device`'s own and the
+    one for `rounding`."""
     states = {"cpu": torch.get_rng_state()}
     own = generator_state(device)
-    return states if own is None else {**states, "device": own}
+    if own is not None:
+        states["device"] = own
+    if device in _ROUNDING:
+        states["rounding"] = _ROUNDING[device].get_state()
+    return states
 
 
 def set_random_state(device: torch.device, states: Mapping[str, torch.Tensor]) -> None:
@@ -22,6 +45,8 @@ def set_random_state(device: torch.device, states: Mapping[str, torch.Tensor]) -
     torch.set_rng_state(states["cpu"].cpu())
     if "device" in states:
         set_generator_state(device, states["device"])
+    if "rounding" in states:
+        rounding_generator(device).set_state(states["rounding"].cpu())
 
 
 @contextlib.contextmanager

@@ -11,21 +11,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vramfit.engine.activations import recompute_blocks
+from vramfit.config import LossChoice
+from vramfit.engine.activations import Mode, plan_activations, set_activations, tighter
 from vramfit.engine.evaluation import evaluation_mode
 from vramfit.engine.loss import Batch, Targets, TokenLoss, model_inputs, targets_of
+from vramfit.engine.objective import Objective, SummedLoss
 from vramfit.engine.optimizer_state import load_optimizer_state, optimizer_state
 from vramfit.engine.optimizers import build_step_end
 from vramfit.engine.peak import PeakMeter
 from vramfit.engine.precision import autocast, fp32_products, loss_scaler
 from vramfit.engine.raised import RaisedParts
-from vramfit.engine.randomness import random_state, set_random_state
+from vramfit.engine.randomness import random_state, restart_rounding, set_random_state
 from vramfit.engine.recovery import Recovery, is_out_of_memory
 from vramfit.engine.update import Around
 from vramfit.errors import CheckpointError, DataError
 from vramfit.planning.plan import Plan
 
 _MODEL, _OPTIMIZER, _RANDOM = "model.", "optimizer.", "random."
+_PLAIN_LOSS = LossChoice()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,17 +105,31 @@ class Piece:
 class ResidentExecutor:
     """Runs optimizer steps on a causal language model that lies on `plan.device`.
 
-    The model's blocks are set to recompute as planned. `loss_reason` says why the loss is computed in another way than
-    planned, "" when it is not. `max_grad_norm=0` turns clipping off; the norm is reported all the same.
+    `activations` is how each block holds its activations: as planned, until `set_activations`; () where all are kept.
+    `loss_reason` says why the loss is computed in another way than planned, "" when it is not. `loss` is what is added
+    to the cross-entropy that is minimised; what steps and evaluations report is the cross-entropy alone.
+    `max_grad_norm=0` turns clipping off; the norm is reported all the same.
     """
 
     def __init__(
-        self, model: nn.Module, *, plan: Plan, optimizer: torch.optim.Optimizer, max_grad_norm: float = 1.0
+        self,
+        model: nn.Module,
+        *,
+        plan: Plan,
+        optimizer: torch.optim.Optimizer,
+        max_grad_norm: float = 1.0,
+        loss: LossChoice = _PLAIN_LOSS,
     ) -> None:
         self.model, self.plan, self.optimizer = model, plan, optimizer
         self.device = next(model.parameters()).device
         self._trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
-        self._loss = TokenLoss(model, kind=plan.loss, chunk_tokens=plan.loss_chunk_tokens, compute=plan.compute)
+        self._loss = TokenLoss(
+            model,
+            kind=plan.loss,
+            chunk_tokens=plan.loss_chunk_tokens,
+            compute=plan.compute,
+            objective=Objective(z_loss=loss.z_loss, label_smoothing=loss.label_smoothing),
+        )
         self.loss_kind, self.loss_reason = self._loss.kind, self._loss.reason
         self.raised = RaisedParts(model, self._loss, plan.compute)
         self._scaler = loss_scaler(plan.device, plan.compute, trained=list(self._trained.values()))
@@ -132,7 +149,8 @@ class ResidentExecutor:
             rows_are="sequences",
             budget_bytes=plan.budget_bytes,
         )
-        recompute_blocks(model, plan.recompute)
+        restart_rounding(self.device)
+        self.activations = plan_activations(model, plan)
         model.train()
 
     def step(self, micro_batches: Iterable[Batch], learning_rate: float) -> StepResult:
@@ -207,6 +225,10 @@ class ResidentExecutor:
             made = torch.autograd.grad(loss * factor, list(self._trained.values()), allow_unused=True)
         return loss.item() / targets.weight, dict(zip(self._trained, made, strict=True))
 
+    def set_activations(self, modes: Sequence[Mode]) -> None:
+        """Another mode for each block, from the next step on."""
+        self.activations = set_activations(self.model, modes)
+
     def memory(self) -> tuple[int, int]:
         """(allocated, reserved) peak bytes on the device since the last call; see `vramfit.engine.peak`."""
         return self._peak.read()
@@ -229,6 +251,7 @@ class ResidentExecutor:
             "optimizer": optimizer_values,
             "step_end": self._end.values(),
             "raised": list(self.raised.now),
+            "activations": list(self.activations),
         }
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
@@ -248,6 +271,10 @@ class ResidentExecutor:
             self._scaler.load_state_dict(dict(values["scaler"]))
         self.recovery.most_rows = int(values.get("most_rows", 0))
         self.raised.set(values.get("raised", ()))
+        if values.get("activations"):
+            # What was compressed stays so, or the last bits would change; what memory bears less of now goes on so.
+            planned = self.activations or ("keep",) * len(values["activations"])
+            self.set_activations([tighter(*pair) for pair in zip(planned, values["activations"], strict=True)])
         states = {name.removeprefix(_RANDOM): value for name, value in tensors.items() if name.startswith(_RANDOM)}
         set_random_state(self.device, states)
 
@@ -259,7 +286,7 @@ class ResidentExecutor:
         if targets.count == 0:
             return 0.0, ""
         try:
-            return self._summed_loss(piece, targets).item(), ""
+            return self._sums(piece, targets).cross_entropy.item(), ""
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -281,20 +308,24 @@ class ResidentExecutor:
         losses: list[Tensor] = []
         waiting = [(piece, each) for piece, each in zip(pieces, targets, strict=True) if each.count]
         for number, (piece, each) in enumerate(waiting, start=1):
-            loss = self._summed_loss(piece, each, gradient_scale=factor)
-            losses.append(loss.detach())
+            sums = self._sums(piece, each, gradient_scale=factor)
+            losses.append(sums.cross_entropy)
             with around(losses) if number == len(waiting) else contextlib.nullcontext():
-                (loss * factor).backward()  # type: ignore[no-untyped-call]
+                (sums.objective * factor).backward()  # type: ignore[no-untyped-call]
         return losses, trained
 
-    def _summed_loss(self, piece: Piece, targets: Targets, *, gradient_scale: float = 1.0) -> Tensor:
+    def _sums(self, piece: Piece, targets: Targets, *, gradient_scale: float = 1.0) -> SummedLoss:
         on_device = Targets(
             positions=targets.positions.to(self.device, non_blocking=True),
             tokens=targets.tokens.to(self.device, non_blocking=True),
             weights=None if targets.weights is None else targets.weights.to(self.device, non_blocking=True),
         )
         with self._computing():
-            return self._loss(model_inputs(piece, self.device), on_device, gradient_scale=gradient_scale)
+            return self._loss.sums(model_inputs(piece, self.device), on_device, gradient_scale=gradient_scale)
+
+    def _summed_loss(self, piece: Piece, targets: Targets, *, gradient_scale: float = 1.0) -> Tensor:
+        """What is minimised."""
+        return self._sums(piece, targets, gradient_scale=gradient_scale).objective
 
     def _computing(self) -> contextlib.AbstractContextManager[Any]:
         """Autocast, where anything is to be cast: weights trained in the format they are computed in are not."""

@@ -11,7 +11,7 @@ from safetensors.torch import load, save
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vramfit.config import ScheduleChoice
+from vramfit.config import LossChoice, ScheduleChoice
 from vramfit.engine.optimizers import build_optimizer
 from vramfit.engine.resident import ResidentExecutor
 from vramfit.errors import CheckpointError, ConfigError, DataError, WontFit
@@ -21,10 +21,11 @@ LENGTHS = (9, 17, 5, 30, 12, 8, 21, 3)
 WEIGHTS = (0.5, 1.0, 2.0, 0.0)
 
 
-def executor_for(model, tiny, *, max_grad_norm=1.0, schedule=None, **plan):
+def executor_for(model, tiny, *, max_grad_norm=1.0, schedule=None, terms=None, **plan):
     plan = tiny.plan(**plan)
     optimizer = build_optimizer(model, schedule or ScheduleChoice(), plan)
-    return ResidentExecutor(model, plan=plan, optimizer=optimizer, max_grad_norm=max_grad_norm)
+    terms = terms or LossChoice()
+    return ResidentExecutor(model, plan=plan, optimizer=optimizer, max_grad_norm=max_grad_norm, loss=terms)
 
 
 def step_gradients(executor, batches) -> tuple[dict[str, torch.Tensor], object]:
