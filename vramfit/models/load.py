@@ -173,7 +173,17 @@ def _trained(model: ModelChoice, plan: Plan) -> nn.Module:
             "Download the model again, completely.",
         )
     trained: nn.Module = loaded
+    if plan.weight_format == "nf4":
+        _keep_trainable(trained)
     return trained
+
+
+def _keep_trainable(model: nn.Module) -> None:
+    """On CPUs with bf16 units bitsandbytes repacks a 4-bit weight when it is evaluated, for good, into a layout whose
+    product has no gradient: what is trained after the first evaluation would be something else."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010 - a plain attribute, unknown to nn.Module
 
 
 def _weight_dtype(plan: Plan) -> torch.dtype:

@@ -79,6 +79,26 @@ def test_qlora_has_a_four_bit_base_that_trains_on_the_cpu(small, model_folder, t
     assert layer.lora_B.default.weight.grad.abs().max() > 0
 
 
+def test_a_four_bit_base_that_was_evaluated_still_has_its_gradients(small, model_folder, tmp_path):
+    """On CPUs with bf16 units bitsandbytes repacks an evaluated weight; nothing flows back through that layout."""
+    plan = small.plan(method="qlora", weight_format="nf4")
+    model = load_model(small.config(model_folder, "qlora"), plan, cache=tmp_path)
+    adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def gradients():
+        logits = model(TOKENS).logits
+        return torch.autograd.grad(logits.square().mean(), adapters, allow_unused=True)
+
+    before = gradients()
+    model.eval()
+    with torch.no_grad():
+        model(TOKENS)
+    model.train()
+    after = gradients()
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True) if one is not None)
+    assert any(one is not None and one.any() for one in before)
+
+
 def test_weights_that_do_not_fill_the_model_are_refused(small, model_folder, tmp_path):
     path = model_folder / "config.json"
     values = json.loads(path.read_text(encoding="utf-8"))

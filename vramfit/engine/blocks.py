@@ -1,0 +1,247 @@
+"""Blocks that visit the device: where their bytes live, the places they come to, and the traffic between.
+
+A block's tensors lie in one flat buffer, in the order of its layout. A few slots on the device receive blocks in turn
+while the block before is computed; some blocks may stay for good. What is fetched next is known: forward goes up,
+backward comes down, and the next step goes up again. So the slot given up is always the one whose block is needed last,
+and the blocks at the turning points need not be fetched twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+ALIGNMENT: Final = 256
+"""Bytes a tensor of a block begins at a multiple of: what copies and kernels of cards like."""
+
+Direction = Literal["up", "down"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where one tensor lies in a block's flat buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+
+    def view(self, flat: Tensor) -> Tensor:
+        return flat[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+
+
+class Layout:
+    """How the tensors of a block lie one after another in its flat buffer of `nbytes` bytes."""
+
+    def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        self.places: dict[str, Place] = {}
+        end = 0
+        for name, (shape, dtype) in tensors.items():
+            place = Place(name=name, shape=tuple(shape), dtype=dtype, offset=end)
+            self.places[name] = place
+            end += -(-place.nbytes // ALIGNMENT) * ALIGNMENT
+        self.nbytes = end
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """The tensors in `flat`, a uint8 buffer of at least `nbytes`."""
+        return {name: place.view(flat) for name, place in self.places.items()}
+
+
+class Tier(Protocol):
+    """Where blocks live when they are not on the device."""
+
+    layouts: Sequence[Layout]
+
+    def read(self, block: int, into: Tensor) -> int:
+        """Copy a block into a flat CPU buffer. Returns the bytes read. May raise ModelError."""
+
+    def resident(self, block: int) -> Tensor | None:
+        """The block's flat buffer where it lies in RAM, ready to be copied from; None where it has to be read."""
+
+
+@dataclass(kw_only=True)
+class Traffic:
+    """What came to the device since the run began: bytes, blocks, and seconds the computation waited for them."""
+
+    moved_bytes: int = 0
+    visits: int = 0
+    waited_seconds: float = 0.0
+    read_seconds: float = 0.0
+
+
+class _Slot:
+    """A buffer on the device, the block in it, and when it may be used or overwritten."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.block: int | None = None
+        self.arriving: Future[float] | None = None
+        self.arrived: torch.Event | None = None
+        self.left: torch.Event | None = None
+
+
+class BlockStream:
+    """Brings blocks to the device, ahead of need. For one thread; another one fetches.
+
+    `resident` blocks are brought once and stay. `slots` buffers of the largest other block's size take the rest in
+    turns; with fewer than two nothing is fetched ahead.
+    """
+
+    def __init__(self, tier: Tier, device: torch.device, *, resident: Collection[int] = (), slots: int = 2) -> None:
+        self.tier, self.device = tier, device
+        self.traffic = Traffic()
+        self._count = len(tier.layouts)
+        self._resident: dict[int, Tensor] = {}
+        self._fetcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fetch")
+        self._copies = None if device.type == "cpu" else torch.Stream(device=device)
+        for block in sorted(resident):
+            self._resident[block] = self._brought(block)
+        visiting = [layout.nbytes for block, layout in enumerate(tier.layouts) if block not in self._resident]
+        self._slots = [_Slot(max(visiting), device) for _ in range(min(slots, len(visiting)))]
+        self._staging = self._staging_buffers(max(visiting, default=0))
+        self._current: _Slot | None = None
+
+    @property
+    def resident(self) -> frozenset[int]:
+        return frozenset(self._resident)
+
+    @property
+    def device_bytes(self) -> int:
+        """What the stream takes of the device."""
+        return sum(flat.nbytes for flat in self._resident.values()) + sum(slot.flat.nbytes for slot in self._slots)
+
+    def bring(self, block: int, direction: Direction) -> dict[str, Tensor]:
+        """The tensors of `block` on the device, ready for the current stream; the next one is fetched meanwhile.
+
+        They may be used until the next call.
+        """
+        self._leave()
+        if block in self._resident:
+            self._fetch_ahead(block, direction)
+            return self.tier.layouts[block].views(self._resident[block])
+        slot = self._slot_of(block) or self._fetch(block, direction)
+        self._await(slot)
+        self._current = slot
+        self._fetch_ahead(block, direction)
+        return self.tier.layouts[block].views(slot.flat)
+
+    def forget(self, block: int) -> None:
+        """The tier's copy has changed: what is on the device of it is old."""
+        if block in self._resident:
+            self._resident[block].copy_(self._whole(block))
+        slot = self._slot_of(block)
+        if slot is not None:
+            self._await(slot)
+            slot.block = None
+
+    def stay(self, blocks: Collection[int]) -> None:
+        """Change which blocks stay on the device."""
+        for block in [block for block in self._resident if block not in blocks]:
+            del self._resident[block]
+        for block in sorted(set(blocks) - self._resident.keys()):
+            self._resident[block] = self._brought(block)
+
+    def close(self) -> None:
+        """Wait for what is under way and end the fetching thread."""
+        self._fetcher.shutdown(wait=True, cancel_futures=True)
+
+    # --- coming and going --------------------------------------------------------------------------------------------
+
+    def _slot_of(self, block: int) -> _Slot | None:
+        return next((slot for slot in self._slots if slot.block == block), None)
+
+    def _fetch_ahead(self, block: int, direction: Direction) -> None:
+        """Begin to bring the next block that does not stay, unless every slot holds something needed sooner."""
+        step = 1 if direction == "up" else -1
+        ahead = block + step
+        while ahead in self._resident:
+            ahead += step
+        if 0 <= ahead < self._count and self._slot_of(ahead) is None and len(self._slots) > 1:
+            self._fetch(ahead, direction)
+
+    def _fetch(self, block: int, direction: Direction) -> _Slot:
+        """Into the slot whose block is needed last of all: the farthest behind. Never into the one computed with."""
+        free = [slot for slot in self._slots if slot.block is None]
+        used = [slot for slot in self._slots if slot.block is not None and slot is not self._current]
+        farthest = min if direction == "up" else max
+        slot = free[0] if free else farthest(used, key=lambda slot: slot.block or 0)
+        self._await(slot)
+        slot.block = block
+        self.traffic.visits += 1
+        self.traffic.moved_bytes += self.tier.layouts[block].nbytes
+        slot.arriving = self._fetcher.submit(self._fill, slot, block)
+        return slot
+
+    def _fill(self, slot: _Slot, block: int) -> float:
+        """On the fetching thread: the block's bytes into the slot. Returns the seconds it took."""
+        began = time.perf_counter()
+        nbytes = self.tier.layouts[block].nbytes
+        if self._copies is None:
+            self._read(block, slot.flat[:nbytes])
+            return time.perf_counter() - began
+        source = self.tier.resident(block)
+        if source is None:
+            # Two buffers in turn: while one is on its way to the device the next block is read into the other.
+            self._staging.reverse()
+            source = self._staging[0][:nbytes]
+            if slot.arrived is not None:
+                slot.arrived.synchronize()
+            self._read(block, source)
+        with self._copies:
+            if slot.left is not None:
+                self._copies.wait_event(slot.left)
+            slot.flat[:nbytes].copy_(source[:nbytes], non_blocking=True)
+            slot.arrived = self._copies.record_event()
+        return time.perf_counter() - began
+
+    def _read(self, block: int, into: Tensor) -> None:
+        source = self.tier.resident(block)
+        if source is not None:
+            into.copy_(source[: into.numel()])
+        else:
+            self.tier.read(block, into)
+
+    def _await(self, slot: _Slot) -> None:
+        if slot.arriving is None:
+            return
+        began = time.perf_counter()
+        arriving, slot.arriving = slot.arriving, None
+        try:
+            self.traffic.read_seconds += arriving.result()
+        except BaseException:
+            slot.block = None
+            raise
+        finally:
+            self.traffic.waited_seconds += time.perf_counter() - began
+        if slot.arrived is not None:
+            torch.accelerator.current_stream(self.device).wait_event(slot.arrived)
+
+    def _leave(self) -> None:
+        """What is computed with the block that was brought last must be done before its slot is overwritten."""
+        if self._current is not None and self._copies is not None:
+            self._current.left = torch.accelerator.current_stream(self.device).record_event()
+        self._current = None
+
+    def _brought(self, block: int) -> Tensor:
+        self.traffic.visits += 1
+        self.traffic.moved_bytes += self.tier.layouts[block].nbytes
+        return self._whole(block).to(self.device, copy=True) if self.device.type != "cpu" else self._whole(block)
+
+    def _whole(self, block: int) -> Tensor:
+        flat = torch.empty(self.tier.layouts[block].nbytes, dtype=torch.uint8)
+        self._read(block, flat)
+        return flat
+
+    def _staging_buffers(self, nbytes: int) -> list[Tensor]:
+        needed = self._copies is not None and any(self.tier.resident(block) is None for block in range(self._count))
+        return [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)] if needed else []

@@ -1,0 +1,169 @@
+"""The executor for models that do not stay on the device: block by block, each brought in once for a whole step.
+
+Forward takes all micro-batches of the step through one block before the next block comes (layer-outer accumulation),
+so the traffic of a step is two passes over the weights however many micro-batches it has. Only the blocks' inputs are
+kept; backward walks the blocks in reverse, computes each again and takes its gradients, micro-batch by micro-batch in
+the order a resident run has, so that sums are made in the same order and the numbers are the same bits.
+
+Dropout is drawn block by block instead of micro-batch by micro-batch: the same distribution, other numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vramfit.engine.evaluation import evaluation_mode
+from vramfit.engine.head import base_model
+from vramfit.engine.loss import Batch, Targets, model_inputs, targets_of
+from vramfit.engine.precision import fp32_products
+from vramfit.engine.randomness import random_state, set_random_state
+from vramfit.engine.resident import Piece, ResidentExecutor, Trained, _no_tokens
+from vramfit.engine.update import Around
+from vramfit.engine.visiting import Call, VisitedBlocks
+from vramfit.engine.waiting import WaitingInputs
+from vramfit.planning.plan import Plan
+
+
+class StreamingExecutor(ResidentExecutor):
+    """Optimizer steps on a model whose blocks visit `plan.device`; all else is as in ResidentExecutor."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        visits: VisitedBlocks,
+        plan: Plan,
+        optimizer: torch.optim.Optimizer,
+        max_grad_norm: float = 1.0,
+        **options: Any,
+    ) -> None:
+        self._visits = visits
+        self._waiting = WaitingInputs(plan.input_tier, torch.device(plan.device))
+        self._micro_batches = max(1, plan.accumulation)
+        # Each block is recomputed here anyway: it must not do so by itself as well.
+        resident = dataclasses.replace(plan, recompute=0, compress=0, input_tier="device", weights_tier="device")
+        super().__init__(model, plan=resident, optimizer=optimizer, max_grad_norm=max_grad_norm, **options)
+        self._draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+        self._embedding_trains = any(
+            value.requires_grad and not _is_in_blocks(name, visits) for name, value in model.named_parameters()
+        )
+
+    def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[float, int]:
+        """As in ResidentExecutor, as many micro-batches at a time as a step has."""
+        total, tokens, weight = 0.0, 0, 0.0
+        batches = list(micro_batches)
+        with evaluation_mode(self.model), fp32_products(self.raised.compute):
+            for start in range(0, len(batches), self._micro_batches):
+                pieces = [
+                    piece for batch in batches[start : start + self._micro_batches] for piece in self.pieces(batch)
+                ]
+                targets = [targets_of(piece) for piece in pieces]
+                hidden, _ = self._forward(pieces, keep=False)
+                for piece, each, end in zip(pieces, targets, hidden, strict=True):
+                    if each.count == 0:
+                        continue
+                    with self._visits.given(end):
+                        total += self._sums(piece, each).cross_entropy.item()
+                    tokens, weight = tokens + each.count, weight + each.weight
+        if tokens == 0:
+            raise _no_tokens("The held-out share")
+        return total / weight, tokens
+
+    def _accumulate(self, pieces: Sequence[Piece], around: Around) -> tuple[list[Tensor], Trained]:
+        everything = [(piece, targets_of(piece)) for piece in pieces]
+        trained = Trained.of(each for _, each in everything)
+        if trained.tokens == 0:
+            raise _no_tokens("This step")
+        factor = self.loss_scale / trained.weight
+        kept = [(piece, each) for piece, each in everything if each.count]
+        self._waiting.clear()
+        with torch.no_grad():
+            hidden, calls = self._forward([piece for piece, _ in kept], keep=True)
+        losses, upstream = self._losses(kept, hidden, factor)
+        with around(losses):
+            self._backward(upstream, calls)
+        if self._embedding_trains:
+            self._before_blocks([piece for piece, _ in kept], upstream)
+        return losses, trained
+
+    def _forward(self, pieces: Sequence[Piece], *, keep: bool) -> tuple[list[Tensor], list[list[Call]]]:
+        """(what the last block gives for each piece, each piece's calls of the blocks); inputs wait where planned."""
+        caught = [self._visits.catch(lambda piece=piece: self._call_decoder(piece)) for piece in pieces]  # type: ignore[misc]
+        hidden = [each.hidden for each in caught]
+        for block in range(len(self._visits.blocks)):
+            with self._visits.present(block, "up"):
+                for index, each in enumerate(caught):
+                    if keep:
+                        self._waiting.put((block, index), hidden[index], self._drawn())
+                    with self._computing():
+                        hidden[index] = self._visits.compute(block, hidden[index], each.calls[block])
+        return hidden, [each.calls for each in caught]
+
+    def _losses(
+        self, kept: Sequence[tuple[Piece, Targets]], hidden: list[Tensor], factor: float
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """(the summed loss of each piece, its gradient with respect to what the last block gave)."""
+        losses, upstream = [], []
+        for index, (piece, each) in enumerate(kept):
+            end = hidden[index].detach().requires_grad_()
+            hidden[index] = end.detach()[:0]  # not needed any more, and large
+            with self._visits.given(end):
+                sums = self._sums(piece, each, gradient_scale=factor)
+            (sums.objective * factor).backward()  # type: ignore[no-untyped-call]
+            losses.append(sums.cross_entropy)
+            assert end.grad is not None
+            upstream.append(end.grad)
+        return losses, upstream
+
+    def _backward(self, upstream: list[Tensor], calls: Sequence[Sequence[Call]]) -> None:
+        """Through the blocks in reverse. `upstream` [pieces] becomes the gradient of the first block's inputs."""
+        after = random_state(self.device) if self._draws else None
+        for block in reversed(range(len(self._visits.blocks))):
+            with self._visits.present(block, "down"):
+                for index in range(len(upstream)):
+                    self._backward_of(block, index, upstream, calls[index][block])
+        if after is not None:
+            set_random_state(self.device, after)
+
+    def _backward_of(self, block: int, index: int, upstream: list[Tensor], call: Call) -> None:
+        start, drawn = self._waiting.take((block, index))
+        if drawn is not None:
+            set_random_state(self.device, drawn)
+        start = start.detach().requires_grad_()
+        with torch.enable_grad(), self._computing():
+            end = self._visits.compute(block, start, call)
+        torch.autograd.backward(end, upstream[index])
+        assert start.grad is not None
+        upstream[index] = start.grad
+
+    def _before_blocks(self, pieces: Sequence[Piece], upstream: Sequence[Tensor]) -> None:
+        """Gradients of what comes before the blocks: their forward once more, now to be differentiated."""
+        for piece, gradient in zip(pieces, upstream, strict=True):
+            with torch.enable_grad():
+                caught = self._visits.catch(lambda piece=piece: self._call_decoder(piece))  # type: ignore[misc]
+            if caught.hidden.requires_grad:
+                torch.autograd.backward(caught.hidden, gradient)
+
+    def _call_decoder(self, piece: Piece) -> None:
+        with self._computing():
+            base: Any = self._decoder
+            base(**model_inputs(piece, self.device), use_cache=False)
+
+    def _drawn(self) -> dict[str, Tensor] | None:
+        return random_state(self.device) if self._draws and self.model.training else None
+
+    @property
+    def _decoder(self) -> Any:
+        base = base_model(self.model)
+        found = base.get_decoder() if hasattr(base, "get_decoder") else None
+        return base if found is None else found
+
+
+def _is_in_blocks(name: str, visits: VisitedBlocks) -> bool:
+    inside = {id(parameter) for block in visits.blocks for parameter in block.parameters()}
+    return id(visits.model.get_parameter(name)) in inside

@@ -1,0 +1,127 @@
+"""The tiers blocks come from: a model's own files, RAM, or a file of the run's own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vramfit.engine.blocks import Layout
+from vramfit.errors import CheckpointError, OutOfDisk
+from vramfit.units import format_bytes
+
+
+class Source(Protocol):
+    """Where a tensor can be read from, converted to the format of the tensor it is read into."""
+
+    def read_into(self, into: Tensor) -> int: ...
+
+
+class FilesTier:
+    """Frozen blocks in the model's own files: nothing is copied, whatever the model's size."""
+
+    def __init__(self, layouts: Sequence[Layout], sources: Sequence[Mapping[str, Source]]) -> None:
+        self.layouts, self._sources = layouts, sources
+
+    def read(self, block: int, into: Tensor) -> int:
+        views = self.layouts[block].views(into)
+        return sum(self._sources[block][name].read_into(view) for name, view in views.items())
+
+    def resident(self, block: int) -> Tensor | None:
+        return None
+
+
+class RamTier:
+    """Blocks in RAM, one flat buffer each: pinned where a card copies from them."""
+
+    def __init__(self, layouts: Sequence[Layout], *, pinned: bool) -> None:
+        self.layouts = layouts
+        self.flats = [torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=pinned) for layout in layouts]
+
+    def read(self, block: int, into: Tensor) -> int:
+        into.copy_(self.flats[block])
+        return self.layouts[block].nbytes
+
+    def resident(self, block: int) -> Tensor | None:
+        return self.flats[block]
+
+    def write(self, block: int, flat: Tensor) -> None:
+        self.flats[block].copy_(flat)
+
+
+class DiskTier:
+    """Blocks one after another in a file of the run's own, which is made anew: it holds nothing a resume needs."""
+
+    def __init__(self, layouts: Sequence[Layout], path: Path) -> None:
+        self.layouts, self.path = layouts, path
+        self._starts = [0]
+        for layout in layouts:
+            self._starts.append(self._starts[-1] + layout.nbytes)
+        self.written_bytes = 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w+b", buffering=0)
+        self._reserve()
+
+    def read(self, block: int, into: Tensor) -> int:
+        view = into[: self.layouts[block].nbytes].numpy().data
+        done = 0
+        while done < len(view):
+            read = self._at(self._starts[block] + done, view[done:], write=False)
+            if read == 0:
+                raise CheckpointError(
+                    f"{self.path} has been cut off: block {block} ends after {done:,} of {len(view):,} bytes",
+                    "Resume the run: the file is made anew from its last checkpoint.",
+                )
+            done += read
+        return len(view)
+
+    def resident(self, block: int) -> Tensor | None:
+        return None
+
+    def write(self, block: int, flat: Tensor) -> None:
+        """Write a whole block. Raises OutOfDisk."""
+        view = flat[: self.layouts[block].nbytes].numpy().data
+        done = 0
+        try:
+            while done < len(view):
+                done += self._at(self._starts[block] + done, view[done:], write=True)
+        except OSError as error:
+            raise self._no_room(error) from error
+        self.written_bytes += len(view)
+
+    def close(self) -> None:
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+
+    def _at(self, offset: int, view: memoryview, *, write: bool) -> int:
+        if hasattr(os, "preadv"):
+            call = os.pwritev if write else os.preadv
+            return call(self._file.fileno(), [view], offset)
+        self._file.seek(offset)
+        return int((self._file.write(view) if write else self._file.readinto(view)) or 0)
+
+    def _reserve(self) -> None:
+        """All of its room at once, so that a disk that is too small is known before step 1."""
+        total = self._starts[-1]
+        try:
+            if total and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._file.fileno(), 0, total)
+            else:
+                self._file.truncate(total)
+        except OSError as error:
+            self.close()
+            raise self._no_room(error) from error
+
+    def _no_room(self, error: OSError) -> OutOfDisk:
+        return OutOfDisk(
+            f"{self.path.parent} has no room for {format_bytes(self._starts[-1])} of blocks ({error.strerror})",
+            "Free some space, or put the data folder on a larger disk.",
+        )
+
+
+def total_bytes(layouts: Iterable[Layout]) -> int:
+    return sum(layout.nbytes for layout in layouts)

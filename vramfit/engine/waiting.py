@@ -1,0 +1,66 @@
+"""Blocks' inputs, from forward to their backward: on the device, in RAM or in a file."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vramfit.planning.plan import Tier
+
+Key = tuple[int, int]
+"""(block, micro-batch)"""
+
+
+class WaitingInputs:
+    """Hidden states by block and micro-batch, each with the random state it was computed with, or None."""
+
+    def __init__(self, tier: Tier, device: torch.device) -> None:
+        # Without a card the device is RAM itself.
+        self.tier = "device" if tier == "host" and device.type == "cpu" else tier
+        self.device = device
+        self._there: dict[Key, tuple[Any, dict[str, Tensor] | None]] = {}
+        self._file: Any = None
+        self._end = 0
+
+    def put(self, key: Key, hidden: Tensor, drawn: dict[str, Tensor] | None) -> None:
+        """Keep `hidden`; the caller does not change it afterwards."""
+        kept: Any = hidden
+        if self.tier == "host":
+            kept = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True)
+            kept.copy_(hidden, non_blocking=True)
+        elif self.tier == "disk":
+            kept = self._written(hidden)
+        self._there[key] = kept, drawn
+
+    def take(self, key: Key) -> tuple[Tensor, dict[str, Tensor] | None]:
+        """(the hidden state on the device, the random state), which wait no longer."""
+        kept, drawn = self._there.pop(key)
+        if self.tier == "host":
+            kept = kept.to(self.device, non_blocking=True)
+        elif self.tier == "disk":
+            kept = self._read(*kept).to(self.device)
+        return kept, drawn
+
+    def clear(self) -> None:
+        """What an attempt that failed has left."""
+        self._there.clear()
+        self._end = 0
+
+    def _written(self, hidden: Tensor) -> tuple[int, torch.Size, torch.dtype]:
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(prefix="vramfit-inputs-")  # noqa: SIM115 - kept open for the whole run
+        place = self._end
+        flat = hidden.detach().contiguous().cpu().view(-1).view(torch.uint8)
+        self._file.seek(place)
+        self._file.write(flat.numpy().data)
+        self._end = place + flat.numel()
+        return place, hidden.shape, hidden.dtype
+
+    def _read(self, place: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        found = torch.empty(shape, dtype=dtype)
+        self._file.seek(place)
+        self._file.readinto(found.view(-1).view(torch.uint8).numpy().data)
+        return found

@@ -1,0 +1,152 @@
+"""Weights in safetensors files, read where they lie: any tensor, or some of its rows, without the rest of the file.
+
+Bytes are read with positioned reads, not through a memory map: a file that is cut off while a run is on is then an
+error that can be told, where a map would end the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from vramfit.errors import ModelError
+from vramfit.models.files import check_safetensors, weight_files
+
+DTYPES: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+_PIECE: Final = 16 * 2**20
+"""Bytes read at once where numbers are converted on the way."""
+
+
+class WeightFile:
+    """One safetensors file, kept open. What it was when it was opened is what it must still be when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        check_safetensors(path)
+        self.path = path
+        self._file = path.open("rb", buffering=0)
+        self._known = self._state()
+
+    def read_into(self, offset: int, into: Tensor) -> None:
+        """Fill a contiguous CPU tensor with the bytes from `offset` on. Raises ModelError when the file has changed."""
+        view = into.view(-1).view(torch.uint8).numpy().data
+        done = 0
+        while done < len(view):
+            read = _read_at(self._file, view[done:], offset + done)
+            if read == 0 or self._state() != self._known:
+                raise ModelError(
+                    f"{self.path} has changed since the run began: it has {self._state()[0]:,} bytes, it had "
+                    f"{self._known[0]:,}",
+                    "Put the file back as it was and resume the run.",
+                )
+            done += read
+
+    def _state(self) -> tuple[int, int]:
+        found = os.fstat(self._file.fileno())
+        return found.st_size, found.st_mtime_ns
+
+    def __reduce__(self) -> tuple[type[WeightFile], tuple[Path]]:
+        return WeightFile, (self.path,)
+
+
+def _read_at(file: Any, into: memoryview, offset: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(file.fileno(), [into], offset)
+    file.seek(offset)  # Windows: one reader at a time, which holds here: one thread fetches
+    return int(file.readinto(into) or 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """Where one tensor lies: its file, its first byte, its shape and format."""
+
+    name: str
+    file: WeightFile = field(repr=False)
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numbers(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers * self.dtype.itemsize
+
+    def read(self) -> Tensor:
+        """The tensor, in its own format, on the CPU."""
+        found = torch.empty(self.shape, dtype=self.dtype)
+        self.file.read_into(self.offset, found)
+        return found
+
+    def read_into(self, into: Tensor) -> int:
+        """Copy it to a CPU tensor of its shape, converted to that one's format. Returns the bytes read."""
+        if into.dtype == self.dtype and into.is_contiguous():
+            self.file.read_into(self.offset, into)
+            return self.nbytes
+        flat = into.view(-1)
+        step = max(1, _PIECE // self.dtype.itemsize)
+        piece = torch.empty(min(step, self.numbers), dtype=self.dtype)
+        for start in range(0, self.numbers, step):
+            part = piece[: min(step, self.numbers - start)]
+            self.file.read_into(self.offset + start * self.dtype.itemsize, part)
+            flat[start : start + part.numel()].copy_(part)
+        return self.nbytes
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Some rows [N, ...] of it, in its own format: `indices` [N] int64, in any order."""
+        width = self.numbers // self.shape[0]
+        found = torch.empty((indices.numel(), *self.shape[1:]), dtype=self.dtype)
+        flat = found.view(indices.numel(), width)
+        for place, row in enumerate(indices.tolist()):
+            self.file.read_into(self.offset + row * width * self.dtype.itemsize, flat[place])
+        return found
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a model's folder by its name in the files. Raises ModelError naming the file at fault."""
+    found: dict[str, StoredTensor] = {}
+    for path in weight_files(folder):
+        found |= {tensor.name: tensor for tensor in _tensors_of(WeightFile(path))}
+    return found
+
+
+def _tensors_of(file: WeightFile) -> Iterator[StoredTensor]:
+    with file.path.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header: dict[str, Any] = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        if entry["dtype"] not in DTYPES:
+            raise ModelError(
+                f"{file.path} stores {name} as {entry['dtype']}, which VRAMFit does not read",
+                "Use a copy of the model in bf16, fp16 or fp32.",
+            )
+        yield StoredTensor(
+            name=name,
+            file=file,
+            offset=8 + length + int(entry["data_offsets"][0]),
+            shape=tuple(entry["shape"]),
+            dtype=DTYPES[entry["dtype"]],
+        )

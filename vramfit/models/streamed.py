@@ -1,0 +1,233 @@
+"""A model opened for streaming: hollow blocks, their weights on a tier, everything else on the device.
+
+At no moment is more than one block in memory beside what the tier itself takes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from vramfit.config import ModelChoice, RunConfig
+from vramfit.engine.activations import find_blocks
+from vramfit.engine.blocks import BlockStream, Layout, Tier
+from vramfit.engine.nf4 import PARTS, Nf4Linear, part_shapes, quantise
+from vramfit.engine.precision import DTYPES
+from vramfit.engine.tiers import DiskTier, FilesTier, RamTier
+from vramfit.engine.visiting import VisitedBlocks
+from vramfit.errors import ModelError
+from vramfit.models.files import check_folder
+from vramfit.models.hollow import hollow_model
+from vramfit.models.stored import StoredTensor
+from vramfit.models.tokenizer import cannot_load, load_options, local_folder
+from vramfit.models.weight_sources import Source, weight_sources
+from vramfit.planning.memory import QUANTISED
+from vramfit.planning.plan import Plan
+
+_ATTENTION: Final = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2"}
+_FORMATS: Final = ("fp32", "bf16", "fp16", "nf4")
+
+Attach = Callable[[nn.Module], nn.Module]
+
+
+def open_streamed(
+    config: RunConfig, plan: Plan, *, scratch: Path, attach: Attach | None = None
+) -> tuple[nn.Module, VisitedBlocks]:
+    """(the model of `config`, its visiting blocks), with `attach` having put adapters beside it.
+
+    `scratch` is where a disk tier that is not the model's own files is made. Raises ModelError, OutOfDisk.
+    """
+    if plan.weight_format not in _FORMATS:
+        raise ModelError(
+            f"Weights in {plan.weight_format} cannot be streamed", f"Choose one of: {', '.join(_FORMATS)}."
+        )
+    folder = _folder_of(config.model)
+    shape = _shape_of(config.model, folder)
+    dtype = DTYPES[plan.compute if plan.weight_format in QUANTISED else plan.weight_format]
+    model = hollow_model(shape, dtype=dtype, attention=_ATTENTION[plan.attention])
+    model.requires_grad_(False)
+    sources = weight_sources(model, folder)
+    blocks, prefix = _blocks_of(model)
+    own = [_sources_of(block, f"{prefix}.{index}", sources) for index, block in enumerate(blocks)]
+    if plan.weight_format == "nf4":
+        for block in blocks:
+            _make_quantised(block)
+    tier = _tier(plan, blocks, own, scratch)
+    device = torch.device(plan.device)
+    _load_outside(model, prefix, sources, device, on_tier=plan.weights_tier)
+    whole = attach(model) if attach is not None else model
+    stream = BlockStream(tier, device, resident=range(min(plan.resident_blocks, len(blocks))))
+    return whole, VisitedBlocks(whole, stream)
+
+
+# --- the tier --------------------------------------------------------------------------------------------------------
+
+
+def _tier(plan: Plan, blocks: Sequence[nn.Module], own: Sequence[Mapping[str, Source]], scratch: Path) -> Tier:
+    layouts = [Layout(_tensors_of(block)) for block in blocks]
+    if plan.weight_format != "nf4" and plan.weights_tier == "disk":
+        return FilesTier(layouts, own)
+    if plan.weights_tier == "disk":
+        disk = DiskTier(layouts, scratch / "blocks.bin")
+        _fill(blocks, layouts, own, disk.write)
+        return disk
+    ram = RamTier(layouts, pinned=plan.device != "cpu")
+    _fill(blocks, layouts, own, ram.write)
+    return ram
+
+
+def _fill(
+    blocks: Sequence[nn.Module],
+    layouts: Sequence[Layout],
+    own: Sequence[Mapping[str, Source]],
+    write: Callable[[int, Tensor], None],
+) -> None:
+    """Every block's numbers to the tier, one after another through one buffer."""
+    flat = torch.empty(max(layout.nbytes for layout in layouts), dtype=torch.uint8)
+    for index, (block, layout, sources) in enumerate(zip(blocks, layouts, own, strict=True)):
+        views = layout.views(flat)
+        for name, source in sources.items():
+            if name in views:
+                source.read_into(views[name])
+            else:
+                _quantise_into(views, name, source, block)
+        write(index, flat[: layout.nbytes])
+
+
+def _quantise_into(views: Mapping[str, Tensor], name: str, source: Source, block: nn.Module) -> None:
+    module = name.rpartition(".")[0]
+    linear: Any = block.get_submodule(module)
+    shape = linear.weight.t().shape if linear.transposed else linear.weight.shape
+    weight = torch.empty(shape, dtype=linear.weight.dtype)
+    source.read_into(weight)
+    parts = quantise(weight.t().contiguous() if linear.transposed else weight)
+    for part in PARTS:
+        views[f"{module}.{part}"].copy_(getattr(parts, part))
+
+
+def _tensors_of(block: nn.Module) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Name, shape and format of all that a block needs; a linear in 4 bits needs its parts instead of its weight."""
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    packed = {name for name, module in block.named_modules() if isinstance(module, Nf4Linear)}
+    for name, parameter in block.named_parameters():
+        module, _, leaf = name.rpartition(".")
+        if module in packed and leaf == "weight":
+            found |= {f"{module}.{part}": place for part, place in part_shapes(parameter.numel()).items()}
+        else:
+            found[name] = (tuple(parameter.shape), parameter.dtype)
+    return found
+
+
+def _make_quantised(block: nn.Module) -> None:
+    for name, module in list(block.named_modules()):
+        if type(module) is nn.Linear or type(module).__name__ == "Conv1D":
+            parent, _, leaf = name.rpartition(".")
+            setattr(block.get_submodule(parent) if parent else block, leaf, Nf4Linear.of(module))
+
+
+def _blocks_of(model: nn.Module) -> tuple[list[nn.Module], str]:
+    """(the blocks, what their list is called)."""
+    found = find_blocks(model)
+    return list(found), next(name for name, module in model.named_modules() if module is found)
+
+
+def _sources_of(block: nn.Module, prefix: str, sources: Mapping[str, Source]) -> dict[str, Source]:
+    return {name: sources[f"{prefix}.{name}"] for name, _ in block.named_parameters()}
+
+
+# --- what is not a block ---------------------------------------------------------------------------------------------
+
+
+def _load_outside(
+    model: Any, prefix: str, sources: Mapping[str, Source], device: torch.device, *, on_tier: str
+) -> None:
+    """Embedding, final norm, head and the rest: to the device. A table of tokens that nothing else uses stays where it
+    is, in its file or in RAM, and is looked up there."""
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    alone = head is None or head.weight is not embedding.weight
+    made: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        if path.startswith(f"{prefix}."):
+            continue
+        for name, parameter in module._parameters.items():
+            if parameter is None or (module is embedding and name == "weight" and alone):
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = _loaded(sources[_name_of(model, parameter)], parameter, device)
+            module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+    for block_buffers in (module for path, module in model.named_modules() if path.startswith(f"{prefix}.")):
+        for name, buffer in block_buffers._buffers.items():
+            block_buffers._buffers[name] = None if buffer is None else buffer.to(device)
+    if alone:
+        source = sources[_name_of(model, embedding.weight)]
+        in_file = on_tier == "disk" and isinstance(source, StoredTensor)
+        rows = source.rows if in_file and isinstance(source, StoredTensor) else _rows_in_ram(source, embedding.weight)
+        embedding.forward = functools.partial(_look_up, embedding, embedding.forward, rows)
+
+
+def _name_of(model: nn.Module, parameter: nn.Parameter) -> str:
+    return next(name for name, each in model.named_parameters() if each is parameter)
+
+
+def _loaded(source: Source, like: nn.Parameter, device: torch.device) -> nn.Parameter:
+    whole = torch.empty(like.shape, dtype=like.dtype)
+    source.read_into(whole)
+    return nn.Parameter(whole.to(device), requires_grad=like.requires_grad)
+
+
+def _rows_in_ram(source: Source, like: nn.Parameter) -> Callable[[Tensor], Tensor]:
+    whole = torch.empty(like.shape, dtype=like.dtype)
+    source.read_into(whole)
+    return lambda indices: whole[indices]
+
+
+def _look_up(
+    embedding: Any, forward: Callable[[Tensor], Tensor], rows: Callable[[Tensor], Tensor], tokens: Tensor
+) -> Tensor:
+    """The embedding's own forward, over the rows that `tokens` need instead of the whole table."""
+    needed, places = torch.unique(tokens.cpu(), return_inverse=True)
+    table, padding = embedding._parameters["weight"], embedding.padding_idx
+    few = rows(needed).to(dtype=table.dtype, device=tokens.device)
+    embedding._parameters["weight"], embedding.padding_idx = nn.Parameter(few, requires_grad=False), None
+    try:
+        return forward(places.to(tokens.device))
+    finally:
+        embedding._parameters["weight"], embedding.padding_idx = table, padding
+
+
+# --- where it comes from ---------------------------------------------------------------------------------------------
+
+
+def _folder_of(model: ModelChoice) -> Path:
+    """The model's folder; one on the hub is fetched into the hub's own cache."""
+    folder = local_folder(model)
+    if folder is not None:
+        check_folder(folder)
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(
+            model.source, revision=model.revision, allow_patterns=["*.safetensors", "*.json", "*.jinja"]
+        )
+    except Exception as error:
+        raise cannot_load(model, None, error, part="weights") from error
+    check_folder(Path(found))
+    return Path(found)
+
+
+def _shape_of(model: ModelChoice, folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, **load_options(model, folder))
+    except Exception as error:
+        raise cannot_load(model, folder, error, part="config.json") from error
