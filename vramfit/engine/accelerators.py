@@ -7,16 +7,15 @@ The rest asks `backend_of(device)` and the functions below with the string or to
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import importlib.util
 import os
 import platform
 import sys
 from collections.abc import MutableMapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+from vramfit.hardware.devices import torch_build
 
 if TYPE_CHECKING:
     import torch
@@ -134,6 +133,14 @@ def has_hardware(device: DeviceLike, number: Format) -> bool:
         case "cpu", "fp16":
             return _cpu_has("amx_fp16")
     return False
+
+
+def product_settings() -> Any:
+    """torch's newer interface to what products of fp32 numbers are computed in: its `fp32_precision` is "ieee" or
+    "tf32". The older one, `torch.set_float32_matmul_precision`, names no vendor."""
+    import torch
+
+    return torch.backends.cuda.matmul
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,35 +274,17 @@ def _segments_can_grow() -> bool:
     if sys.platform != "linux" or "microsoft" in platform.release().lower():
         return False
     build = torch_build()
-    if build.get("cuda"):
-        return True
-    version = _numbers(build.get("__version__"))
-    if build.get("hip"):  # pytorch pull request 177974, gated on ROCm 7
-        return version >= (2, 13) and _numbers(build["hip"]) >= (7, 0)
-    return bool(build.get("xpu")) and version >= (2, 10)
+    if build is None or build.cuda:
+        return build is not None
+    version = _numbers(build.version)
+    if build.hip:  # pytorch pull request 177974, gated on ROCm 7
+        return version >= (2, 13) and _numbers(build.hip) >= (7, 0)
+    return bool(build.xpu) and version >= (2, 10)
 
 
-def torch_build() -> dict[str, Any]:
-    """What the installed torch was built for, by its version.py, without importing it: `cuda`, `hip`, `xpu`, ..."""
-    found = importlib.util.find_spec("torch")  # looks, does not import
-    if found is None or not found.submodule_search_locations:
-        return {}
-    try:
-        text = (Path(found.submodule_search_locations[0]) / "version.py").read_text(encoding="utf-8")
-    except OSError:
-        return {}
-    values: dict[str, Any] = {}
-    for line in ast.parse(text).body:
-        target = line.targets[0] if isinstance(line, ast.Assign) else getattr(line, "target", None)
-        value = getattr(line, "value", None)
-        if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
-            values[target.id] = value.value
-    return values
-
-
-def _numbers(version: object) -> tuple[int, ...]:
+def _numbers(version: str) -> tuple[int, ...]:
     """The first two numbers of a version: (2, 13) of "2.13.0+cpu"."""
-    parts = str(version or "").split(".")[:2]
+    parts = version.split(".")[:2]
     return tuple(int(part) for part in parts if part.isdigit())
 
 

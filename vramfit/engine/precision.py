@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from vramfit.config import Precision
-from vramfit.engine.accelerators import has_hardware
+from vramfit.engine.accelerators import has_hardware, product_settings
 from vramfit.errors import ConfigError, Problem
 
 DTYPES: dict[str, torch.dtype] = {
@@ -54,7 +54,7 @@ def check_precision(device: str | torch.device, compute: Precision) -> None:
             [
                 Problem(
                     field="memory.precision",
-                    what=f"{device} has no tf32, which cards since NVIDIA's Ampere have",
+                    what=f"{device} has no tf32: it would compute in fp32",
                     remedy="Choose fp32, or auto.",
                 )
             ]
@@ -70,7 +70,7 @@ def fp32_products(compute: Precision) -> Iterator[None]:
     the compiler cannot read the older one any more and fails (2.13).
     """
     wanted = "high" if compute == "tf32" else "highest"
-    matmul = torch.backends.cuda.matmul
+    matmul = product_settings()
     try:
         before = torch.get_float32_matmul_precision()
     except RuntimeError:  # the user's program has used the newer interface alone

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from vramfit.engine.accelerators import OUT_OF_MEMORY_WORDS, empty_cache, memory_of
-from vramfit.engine.randomness import random_state, set_random_state
+from vramfit.engine.randomness import random_state, restart_rounding, set_random_state
 from vramfit.errors import WontFit
 from vramfit.units import format_bytes
 
@@ -207,6 +207,8 @@ class _Before:
             del self._optimizer.state[parameter]
         self._buffers.put_back()
         set_random_state(self._device, self._random)
+        if "rounding" not in self._random:  # it may have begun in the failed attempt
+            restart_rounding(self._device)
         random.setstate(self._python_random)
         if self._numpy_random is not None:
             sys.modules["numpy"].random.set_state(self._numpy_random)
