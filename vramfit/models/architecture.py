@@ -6,13 +6,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from vramfit.errors import ModelError
 from vramfit.models import families
-from vramfit.models.config_keys import known_keys, tidy
+from vramfit.models.config_keys import ACTIVATIONS, known_keys, tidy
 from vramfit.models.families import Family
 from vramfit.sentences import say
+
+MOST_LAYERS: Final = 4096
+MOST: Final = 2**31
+"""No model has more blocks or a larger size; such a number is a damaged file's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -492,9 +496,10 @@ class _Reader:
     def _whole(self, key: str, value: Any, *, zero: bool = False) -> int:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise self.wrong(key, f"is {tidy(value)}, not a number")
-        if value != int(value) or value < (0 if zero else 1) or value > 2**40:
-            least = "0 or more" if zero else "a whole number above 0"
-            raise self.wrong(key, f"is {tidy(value)}, and it must be {least}, at most 2^40")
+        most = MOST_LAYERS if key == self.key("layers") else MOST
+        if value != int(value) or not (0 if zero else 1) <= value <= most:
+            least = "a whole number from 0" if zero else "a whole number above 0"
+            raise self.wrong(key, f"is {tidy(value)}, and it must be {least}, at most {most:,}")
         return int(value)
 
     def _missing(self, key: str) -> Any:
@@ -505,7 +510,7 @@ class _Reader:
         value = self.value(key)
         if value is None:
             return default
-        if not isinstance(value, (bool, int)):
+        if value not in (False, True) or isinstance(value, float):  # some files write 0 and 1
             raise self.wrong(key, f"is {tidy(value)}, not true or false")
         return bool(value)
 
@@ -522,9 +527,11 @@ class _Reader:
 
     def _activation(self) -> str:
         value = self.value(self.key("activation"))
-        if value is not None and not isinstance(value, str):
-            raise self.wrong(self.key("activation"), f"is {tidy(value)}, not the name of an activation")
-        return value or self.family.activation
+        if value is None:
+            return self.family.activation
+        if not isinstance(value, str) or value not in ACTIVATIONS:
+            raise self.wrong(self.key("activation"), f"is {tidy(value)}, which is no activation's name")
+        return value
 
     def _cap(self, key: str) -> float | None:
         """A bound of scores or logits; null and absent mean none, unless the family has one."""

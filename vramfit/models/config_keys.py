@@ -12,6 +12,15 @@ from typing import Any, Final
 _FILE: Final = Path(__file__).with_name("config_defaults.json")
 _SHOWN: Final = 40
 
+ACTIVATIONS: Final = frozenset(
+    [
+        *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh"),
+        *("gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu", "relu"),
+        *("relu2", "relu6", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh", "xielu"),
+    ]
+)
+"""The names of activations that `transformers` has."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class KnownKeys:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from vramfit.errors import ModelError
 from vramfit.models.architecture import Architecture, from_config
+from vramfit.models.config_keys import ACTIVATIONS
 
 _SECONDS: Final = 120.0
 
@@ -31,6 +32,7 @@ def counted_architecture(values: Mapping[str, Any], name: str) -> Architecture:
 def _counted(text: str, name: str) -> Architecture:
     found = _ask(text, name)
     values = json.loads(text)
+    activation = str(values.get("hidden_act"))
     # The usual names of widths, as nearly all families write them; what is missing is complained of by its name.
     like_llama = from_config(
         {
@@ -40,6 +42,7 @@ def _counted(text: str, name: str) -> Architecture:
             "num_hidden_layers": found["layers"],
             "vocab_size": found["vocab_size"],
             "tie_word_embeddings": found["tied_embeddings"],
+            "hidden_act": activation if activation in ACTIVATIONS else "silu",  # a newer library may have others
         },
         name,
     )

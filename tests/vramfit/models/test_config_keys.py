@@ -11,7 +11,7 @@ from bench.make_config_defaults import TARGET, all_families, text_of
 from vramfit.errors import ModelError
 from vramfit.models import families
 from vramfit.models.architecture import Architecture, from_config
-from vramfit.models.config_keys import known_keys
+from vramfit.models.config_keys import ACTIVATIONS, known_keys
 
 SIZES = ("hidden_size", "layers", "heads", "vocab_size", "mlp_width")
 WIDTHS = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 40, "kv_lora_rank": 48, "q_lora_rank": 56}
@@ -165,3 +165,60 @@ def test_old_names_of_keys_are_read(name: str, old: str, new: str) -> None:
     values[old] = values.pop(new)
     assert as_transformers_reads(name, values) == expected
     assert from_config(values, "m") == expected
+
+
+def test_the_names_of_activations_are_those_of_transformers() -> None:
+    pytest.importorskip("torch")
+    from transformers.activations import ACT2FN
+
+    assert set(ACT2FN) == ACTIVATIONS
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"num_hidden_layers": 5000},
+            "num_hidden_layers is 5000, and it must be a whole number above 0, at most 4,096",
+        ),
+        ({"vocab_size": 2**32}, "at most 2,147,483,648"),
+        ({"vocab_size": 10**30}, "vocab_size is 1e+30"),
+        ({"vocab_size": float("inf")}, "vocab_size is inf, not a number"),
+        ({"vocab_size": "32000"}, "vocab_size is '32000', not a number"),
+        ({"hidden_act": "many"}, "hidden_act is 'many', which is no activation's name"),
+        ({"hidden_act": 3}, "hidden_act is 3, which is no activation's name"),
+        ({"hidden_act": ""}, "hidden_act is '', which is no activation's name"),
+        ({"tie_word_embeddings": 7}, "tie_word_embeddings is 7, not true or false"),
+        ({"tie_word_embeddings": []}, "tie_word_embeddings is [], not true or false"),
+        ({"mlp_bias": None}, "mlp_bias is null, and it must have a value"),
+    ],
+)
+def test_nonsense_is_refused_by_name(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        from_config({**complete("llama"), **changes}, "m")
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "says"),
+    [
+        ("qwen3_moe", {"mlp_only_layers": "all"}, "mlp_only_layers is 'all', not a list of numbers of blocks"),
+        ("qwen3_moe", {"mlp_only_layers": [1, "2"]}, "not a list of numbers of blocks"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"]}, "not a list of dense blocks and then sparse ones"),
+        ("glm4_moe_lite", {"mlp_layer_types": 3}, "mlp_layer_types is 3"),
+        ("gemma2", {"final_logit_softcapping": 0}, "final_logit_softcapping is 0"),
+        ("gemma2", {"attn_logit_softcapping": "50"}, "attn_logit_softcapping is '50'"),
+        ("gpt2", {"resid_pdrop": 2}, "resid_pdrop is 2, and it must be 0 to 1"),
+        ("gpt2", {"resid_pdrop": "0.1"}, "resid_pdrop is '0.1'"),
+    ],
+)
+def test_nonsense_that_only_some_families_read_is_refused_too(family: str, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        from_config({**complete(family), **changes}, "m")
+    assert says in str(caught.value)
+
+
+def test_a_quantised_part_of_a_larger_model_is_refused_as_a_whole_one_is() -> None:
+    part = {**complete("llama"), "quantization_config": {"quant_method": "gptq"}}
+    with pytest.raises(ModelError, match="quantised with GPTQ"):
+        from_config({"model_type": "llava", "text_config": part}, "m")
