@@ -24,7 +24,9 @@ SERIES_COLUMNS: Final = (
     "allocated_bytes",
     "reserved_bytes",
     "resident_bytes",
+    "loss_scale",
 )
+DRIFT_COLUMNS: Final = ("step", "loss", "grad_norm")
 TELEMETRY_COLUMNS: Final = ("time", "device_bytes", "utilisation", "power_watts", "temperature_c", "cpu_utilisation")
 
 
@@ -45,6 +47,21 @@ def figures(*, has_card: bool, predicted_bytes: int | None, budget_bytes: int | 
         _sensor("power", texts["chart.power"], "W", "power_watts"),
         _sensor("temperature", texts["chart.temperature"], "°C", "temperature_c"),
     ]
+
+
+def loss_scale_figure(texts: Texts) -> Figure:
+    """fp16's loss scale: it halves at every skipped step and doubles after many good ones."""
+    return {**_one("scale", texts["chart.scale"], "", "loss_scale", colour=7), "log": True}
+
+
+def drift_figure(limit: float, texts: Texts) -> Figure:
+    """How far loss and gradient norm were from fp32's, against the limit above which the run warns."""
+    traces = [
+        _trace("loss", texts["chart.drift.loss"], colour=1, scale=100.0),
+        _trace("grad_norm", texts["chart.drift.norm"], colour=5, scale=100.0),
+    ]
+    lines = [{"name": texts["chart.drift.limit"], "value": 100.0 * limit, "style": "dash"}]
+    return {**_figure("drift", texts["chart.drift"], "%", traces, lines=lines, floor=0), "source": "drift"}
 
 
 def memory_figure(*, has_card: bool, predicted_bytes: int | None, budget_bytes: int | None, texts: Texts) -> Figure:

@@ -7,13 +7,22 @@ gets only what is new, so a tick costs a few hundred bytes however long the run 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from jobs.job import Job
+from jobs.job import Job, Series
 from jobs.store import Store
-from ui.charts import SERIES_COLUMNS, TELEMETRY_COLUMNS, columns, figures
+from ui.charts import (
+    DRIFT_COLUMNS,
+    SERIES_COLUMNS,
+    TELEMETRY_COLUMNS,
+    columns,
+    drift_figure,
+    figures,
+    loss_scale_figure,
+)
 from ui.texts import Texts
 from vramfit.config import STARTER_MODEL
 from vramfit.errors import JobError
@@ -21,6 +30,7 @@ from vramfit.places import is_folder
 
 SERIES_POINTS: Final = 1200
 TELEMETRY_POINTS: Final = 600
+DRIFT_POINTS: Final = 600
 LOG_LINES: Final = 200
 
 
@@ -32,6 +42,8 @@ class Cursor:
     series_stride: int | None = None
     telemetry_after: int = 0
     telemetry_stride: int | None = None
+    drift_after: int = 0
+    drift_stride: int | None = None
     revision: int | None = None
     events_after: int = 0
     samples_known: int = -1
@@ -56,12 +68,14 @@ def run_view(store: Store, wanted: int, cursor: Cursor, texts: Texts, *, with_lo
     job = choose_run(store, wanted)
     if job is None:
         return {"job": None, "time": time.time()}
+    drifts = _drifts(store, job, cursor)
     return {
         "time": time.time(),
-        "job": job_values(job, texts),
-        "figures": _figures(job, texts),
+        "job": {**job_values(job, texts), "skipped_steps": store.skipped_steps(job.id)},
+        "figures": _figures(job, texts, checked=drifts.rows > 0),
         "series": _series(store, job, cursor),
         "telemetry": _telemetry(store, job, cursor),
+        "drift": _source(drifts, DRIFT_COLUMNS),
         "evaluations": [{"step": found.step, "loss": found.loss} for found in store.evaluations(job.id)],
         "samples": _samples(store, job, cursor),
         "events": [_event(event) for event in store.events(job.id, after=cursor.events_after)],
@@ -160,8 +174,22 @@ def _telemetry(store: Store, job: Job, cursor: Cursor) -> dict[str, Any]:
         revision=cursor.revision,
         max_points=TELEMETRY_POINTS,
     )
+    return _source(found, TELEMETRY_COLUMNS)
+
+
+def _drifts(store: Store, job: Job, cursor: Cursor) -> Series:
+    return store.drifts(
+        job.id,
+        after=cursor.drift_after,
+        stride=cursor.drift_stride,
+        revision=cursor.revision,
+        max_points=DRIFT_POINTS,
+    )
+
+
+def _source(found: Series, wanted: Sequence[str]) -> dict[str, Any]:
     return {
-        "columns": columns(found.columns, TELEMETRY_COLUMNS),
+        "columns": columns(found.columns, wanted),
         "cursor": found.cursor,
         "stride": found.stride,
         "reset": found.reset,
@@ -189,13 +217,17 @@ def _event(event: Any) -> dict[str, Any]:
     }
 
 
-def _figures(job: Job, texts: Texts) -> list[dict[str, Any]]:
-    return figures(
+def _figures(job: Job, texts: Texts, *, checked: bool) -> list[dict[str, Any]]:
+    """The charts of this run: a loss scale where it computes in fp16, the drift once it was `checked` against fp32."""
+    found = figures(
         has_card=has_card(job),
         predicted_bytes=_forecast(job, "memory", "peak_bytes"),
         budget_bytes=_forecast(job, "plan", "budget_bytes"),
         texts=texts,
     )
+    scale = [loss_scale_figure(texts)] if _forecast(job, "plan", "compute") == "fp16" else []
+    drift = [drift_figure(job.config.health.drift_limit, texts)] if checked else []
+    return [*found, *scale, *drift]
 
 
 def _phase(job: Job) -> dict[str, Any] | None:

@@ -5,7 +5,16 @@ from __future__ import annotations
 import json
 import math
 
-from ui.charts import SERIES_COLUMNS, TELEMETRY_COLUMNS, columns, figures, memory_figure
+from ui.charts import (
+    DRIFT_COLUMNS,
+    SERIES_COLUMNS,
+    TELEMETRY_COLUMNS,
+    columns,
+    drift_figure,
+    figures,
+    loss_scale_figure,
+    memory_figure,
+)
 from ui.texts import texts_of
 from vramfit.units import GIB
 
@@ -45,6 +54,15 @@ def test_every_drawn_column_is_one_that_is_sent() -> None:
         for figure in _figures(has_card=has_card).values():
             sent = SERIES_COLUMNS if figure["source"] == "series" else TELEMETRY_COLUMNS
             assert {trace["column"] for trace in figure["traces"]} <= set(sent)
+
+
+def test_drift_is_drawn_in_percent_against_its_limit() -> None:
+    drift = drift_figure(0.003, EN)
+    assert [(trace["column"], trace["scale"]) for trace in drift["traces"]] == [("loss", 100), ("grad_norm", 100)]
+    assert [(line["name"], line["value"]) for line in drift["lines"]] == [("limit", 0.3)]
+    assert (drift["source"], drift["unit"]) == ("drift", "%")
+    assert {trace["column"] for trace in drift["traces"]} <= set(DRIFT_COLUMNS)
+    assert loss_scale_figure(EN)["traces"][0]["column"] in SERIES_COLUMNS
 
 
 def test_columns_are_valid_json_whatever_was_measured() -> None:

@@ -12,6 +12,7 @@ from ui.monitor import SERIES_POINTS, Cursor, choose_run, job_values, resume, ru
 from ui.texts import texts_of
 from vramfit.config import RunConfig
 from vramfit.errors import JobError
+from vramfit.training.metrics import DriftCheck, StepMetrics
 
 EN = texts_of("en")
 SeedRun = Callable[..., int]
@@ -118,3 +119,50 @@ def test_a_result_that_was_deleted_is_not_offered(store: Store, seed_run: SeedRu
     export.rmdir()
     gone = job_values(job, EN)
     assert (gone["export"], gone["tunable"]) == (None, False)
+
+
+# ---- precision ------------------------------------------------------------------------------------------------------
+
+
+def _at_work(store: Store, seed_run: SeedRun) -> tuple[int, int]:
+    run = seed_run(state="running")
+    return run, store.job(run).attempt
+
+
+def _drift(step: int, loss: float) -> DriftCheck:
+    return DriftCheck(step=step, time=0.0, loss=loss, grad_norm=2 * loss)
+
+
+def test_the_drift_has_a_chart_once_there_is_one_and_comes_from_a_cursor_on(store: Store, seed_run: SeedRun) -> None:
+    run, attempt = _at_work(store, seed_run)
+    before = _view(store, run)
+    assert "drift" not in [figure["key"] for figure in before["figures"]]
+    assert before["drift"]["columns"]["step"] == []
+    store.record(run, attempt=attempt, drifts=[_drift(10, 0.001), _drift(20, float("inf"))])
+    first = _view(store, run)
+    assert first["figures"][-1]["key"] == "drift"
+    assert first["drift"]["columns"] == {"step": [10, 20], "loss": [0.001, None], "grad_norm": [0.002, None]}
+    store.record(run, attempt=attempt, drifts=[_drift(30, 0.002)])
+    cursor = Cursor(
+        drift_after=first["drift"]["cursor"],
+        drift_stride=first["drift"]["stride"],
+        revision=first["series"]["revision"],
+    )
+    again = _view(store, run, cursor)["drift"]
+    assert (again["columns"]["step"], again["reset"]) == ([30], False)
+
+
+def test_skipped_steps_and_the_scale_are_shown(store: Store, seed_run: SeedRun) -> None:
+    run, attempt = _at_work(store, seed_run)
+    assert _view(store, run)["job"]["skipped_steps"] == 0
+    row = StepMetrics(
+        step=21, time=0.0, loss=1.0, learning_rate=0.1, grad_norm=1.0, tokens=1, tokens_per_s=1.0, step_seconds=1.0,
+        epoch=0.0, allocated_bytes=1, reserved_bytes=1, resident_bytes=1, loss_scale=2.0**15, skipped=True,
+    )  # fmt: skip
+    store.record(run, attempt=attempt, steps=[row])
+    view = _view(store, run)
+    assert view["job"]["skipped_steps"] == 1
+    assert view["series"]["columns"]["loss_scale"][-1] == 2.0**15
+    assert "scale" not in [figure["key"] for figure in view["figures"]]
+    store._db.execute("UPDATE jobs SET forecast = ? WHERE id = ?", ['{"plan": {"compute": "fp16"}}', run])
+    assert "scale" in [figure["key"] for figure in _view(store, run)["figures"]]

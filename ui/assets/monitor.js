@@ -64,7 +64,8 @@
     layout() {
       const grid = VF.css("--vf-grid");
       const axis = { gridcolor: grid, zeroline: false, linecolor: grid, tickfont: { size: 11 }, automargin: true };
-      const range = this.figure.top != null ? { range: [0, this.figure.top] } : this.figure.floor === 0 ? { rangemode: "tozero" } : {};
+      const range = this.figure.log ? { type: "log" }
+        : this.figure.top != null ? { range: [0, this.figure.top] } : this.figure.floor === 0 ? { rangemode: "tozero" } : {};
       const unit = this.figure.source === "telemetry" ? VF.word("chart.minutes") : VF.word("chart.step");
       return {
         height: 212, margin: { l: 8, r: 10, t: 6, b: 30 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
@@ -153,7 +154,7 @@
       const value = last * this.figure.traces[0].scale;
       const unit = this.figure.unit;
       if (unit === "GiB") return VF.text(this.now, VF.bytes(last));
-      const digits = unit === "%" || unit === "W" || unit === "°C" ? value.toFixed(0) : unit === "tokens/s" ? VF.count(value) : VF.number(value, 3);
+      const digits = unit === "%" && this.figure.top == null ? VF.number(value, 2) : unit === "%" || unit === "W" || unit === "°C" ? value.toFixed(0) : unit === "tokens/s" ? VF.count(value) : VF.number(value, 3);
       VF.text(this.now, `${digits}${unit && unit !== "%" ? " " : ""}${unit}`);
     }
 
@@ -195,7 +196,7 @@
       this.fill = make("i");
       this.bar = make("div", { class: "vf-progress-bar", role: "progressbar" }, this.fill);
       part("progress", "div", make("div", { class: "vf-progress-line" }, part("phase", "span"), part("steps", "span")), this.bar);
-      part("tileRow", "dl", ...["eta", "loss", "eval", "speed", "peak"].map(tile));
+      part("tileRow", "dl", ...["eta", "loss", "eval", "speed", "peak", "skipped"].map(tile));
       part("failure", "div");
       part("result", "div");
       part("grid", "div");
@@ -234,7 +235,7 @@
     }
 
     forget() {
-      this.cursor = { series_after: 0, telemetry_after: 0, events_after: 0, samples_known: -1 };
+      this.cursor = { series_after: 0, telemetry_after: 0, drift_after: 0, events_after: 0, samples_known: -1 };
       this.charts = [];
       this.figureKey = "";
       this.job = null;
@@ -367,6 +368,9 @@
       set("eval", VF.word("monitor.eval"), VF.loss(job.eval_loss));
       set("speed", VF.word("monitor.speed"), VF.count(this.last.tokens_per_s));
       set("peak", VF.word("monitor.peak"), VF.bytes(job.peak_allocated_bytes || this.last.allocated_bytes));
+      set("skipped", VF.word("monitor.skipped"), VF.count(job.skipped_steps));
+      VF.show(this.tiles.skipped.value.parentElement, job.skipped_steps > 0);
+      this.tileRow.classList.toggle("vf-six", job.skipped_steps > 0);
     }
 
     // From the time the steps so far took: the first step's time is when training began.
@@ -430,30 +434,35 @@
       VF.show(this.result, parts.length > 0);
     }
 
+    fromTheStart() {
+      for (const source of ["series", "telemetry", "drift"]) Object.assign(this.cursor, { [`${source}_after`]: 0, [`${source}_stride`]: null });
+    }
+
     async drawCharts(view) {
-      const { series, telemetry, figures, evaluations, job } = view;
+      const { series, telemetry, drift, figures, evaluations, job } = view;
       const first = { step: series.columns.step?.[0], time: series.columns.time?.[0] };
       if (series.reset) this.firstStep = first.step == null ? null : first;
       else if (this.firstStep == null && first.step != null) this.firstStep = first;
       Object.assign(this.cursor, { series_after: series.cursor, series_stride: series.stride, revision: series.revision,
-        telemetry_after: telemetry.cursor, telemetry_stride: telemetry.stride });
+        telemetry_after: telemetry.cursor, telemetry_stride: telemetry.stride,
+        drift_after: drift.cursor, drift_stride: drift.stride });
       const nothing = !job.step && !(telemetry.columns.time ?? []).length && !this.charts.length;
       VF.text(this.note, [job.has_card || !job.device ? "" : VF.word("monitor.nocard"),
         series.stride > 1 ? VF.word("monitor.thinned", { stride: series.stride }) : ""].filter(Boolean).join(" "));
       VF.show(this.note, !!this.note.textContent && !!job.step);
       if (nothing) { // keep asking for everything until there is something to draw
-        Object.assign(this.cursor, { series_after: 0, series_stride: null, telemetry_after: 0, telemetry_stride: null });
+        this.fromTheStart();
         return;
       }
       await plotly();
       if (view.job.id !== this.job?.id) return;
       const key = JSON.stringify(figures) + job.id;
       const fresh = key !== this.figureKey;
-      if (fresh && this.charts.length) { // the forecast came: other lines. Ask again from the start.
+      if (fresh && this.charts.length) { // the forecast came, or a first check: other charts. Ask again from the start.
         this.charts = [];
         this.grid.replaceChildren();
         this.figureKey = "";
-        Object.assign(this.cursor, { series_after: 0, series_stride: null, telemetry_after: 0, telemetry_stride: null });
+        this.fromTheStart();
         return;
       }
       if (fresh) {
@@ -463,7 +472,7 @@
       }
       const start = job.started_at ?? job.created_at;
       for (const chart of this.charts) {
-        const source = chart.figure.source === "telemetry" ? telemetry : series;
+        const source = { telemetry, drift, series }[chart.figure.source];
         if (chart.figure.evaluations) await chart.setEvaluations(evaluations);
         if (source.reset || !chart.drawn) await chart.replace(source.columns, start);
         else await chart.extend(source.columns, start);
