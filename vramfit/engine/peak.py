@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramfit.engine.accelerators import peak_of, reset_peak
+from vramfit.engine.accelerators import backend_of, memory_of, peak_of, reset_peak
 
 # The profiler's library prints a line at each start and stop unless told not to. It reads this on first use.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -29,7 +29,7 @@ class PeakMeter:
         self._model, self._optimizer, self._device = model, optimizer, device
         self._steps = 0
         self._largest_tokens = 0
-        self._cpu_peak = 0
+        self._cpu_peak = self._at_rest = 0
         reset_peak(device)  # what loading took is not a step's
 
     @contextlib.contextmanager
@@ -44,10 +44,21 @@ class PeakMeter:
             yield
             return
         self._largest_tokens = max(tokens, self._largest_tokens)
-        before = self._live_bytes()
+        before = self._at_rest = self._live_bytes()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             yield
         self._cpu_peak = max(self._cpu_peak, before + _highest_rise(profile))
+
+    def measure_again(self) -> None:
+        """What a step needs has changed: without a card, follow the next one."""
+        self._steps, self._largest_tokens, self._cpu_peak = min(self._steps, 1), 0, 0
+
+    def around(self) -> tuple[int, int]:
+        """(bytes of tensors between steps, most bytes that the process could have now), for the step just read."""
+        memory = memory_of(self._device)
+        if backend_of(self._device).statistics:
+            return memory.allocated, memory.reserved + memory.free
+        return self._at_rest, self._at_rest + memory.free
 
     def read(self) -> tuple[int, int]:
         """(allocated, reserved) peaks in bytes since the last call. Without a card reserved is 0."""

@@ -109,29 +109,27 @@ class Recovery:
             # Outside the except block: while it lasts, the traceback keeps the failed attempt's tensors alive.
             made = None
             self._put_back(before, failure)
+            release_memory(self.device)
             if in_finish:  # smaller pieces do not help, but what the failed attempt had cached may
                 if repeated_finish or not _is_watched(self.optimizer):
                     raise self._no_room_for_optimizer(failure)
-                release_memory(self.device)
                 repeated_finish = True
                 story.add("in the optimizer's step", "", began)
                 continue
-            story.add(f"with {size} {self.rows_are} at a time", self.make_room(size, failure, largest), began)
+            how = self.relieve() if size == 1 else ""
+            story.add(f"with {size} {self.rows_are} at a time", how or self.shrink(size, failure, largest), began)
 
-    def make_room(self, size: int, failure: str, largest: str = "a single row") -> str:
-        """From now on fewer rows than `size` at once, or what `relieve` does: in words. Raises WontFit when neither."""
+    def shrink(self, size: int, failure: str, largest: str = "a single row") -> str:
+        """From now on half of `size` rows at once. Returns it in words, or raises WontFit where that is one."""
         release_memory(self.device)
-        if size > 1:
-            self.most_rows = halves(size)[0]
-            return f"with {self.most_rows}"
-        relieved = self.relieve()
-        if not relieved:
+        if size == 1:
             raise self._wont_fit(
                 f"Memory ran out with {largest} at a time",
                 failure,
                 "Use shorter ones, recompute activations, or train less of the model (lora, qlora).",
             )
-        return relieved
+        self.most_rows = halves(size)[0]
+        return f"with {self.most_rows}"
 
     def _put_back(self, before: _Before, failure: str) -> None:
         self.optimizer.zero_grad(set_to_none=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from vramfit.config import LossChoice
 from vramfit.engine.activations import Mode, plan_activations, set_activations, tighter
 from vramfit.engine.evaluation import evaluation_mode
+from vramfit.engine.governor import Governor, Reading
 from vramfit.engine.loss import Batch, Targets, TokenLoss, model_inputs, targets_of
 from vramfit.engine.objective import Objective, SummedLoss
 from vramfit.engine.optimizer_state import load_optimizer_state, optimizer_state
@@ -39,6 +41,7 @@ class StepResult:
     `skipped` is True when the weights were left as they were: fp16's scaler refused overflowing gradients, or loss or
     gradient were not finite, and then `problem` is one sentence about it (also when the loss scale has collapsed).
     `recovered` is one sentence when memory ran out on the way and the step was done again in smaller pieces.
+    `padded_tokens` counts padding too, and `largest_tokens` are those of what went through the model at once.
     """
 
     loss: float
@@ -48,6 +51,8 @@ class StepResult:
     loss_scale: float | None = None
     problem: str = ""
     recovered: str = ""
+    padded_tokens: int = 0
+    largest_tokens: int = 0
 
 
 class Trained(NamedTuple):
@@ -141,6 +146,7 @@ class ResidentExecutor:
             max_grad_norm=max_grad_norm,
         )
         self._peak = PeakMeter(model, optimizer, self.device)
+        self.governor: Governor | None = None
         self.recovery = Recovery(
             model,
             optimizer,
@@ -165,12 +171,14 @@ class ResidentExecutor:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         with self._peak.watch(largest), fp32_products(self.raised.compute):
-            return self.recovery.run(
+            result = self.recovery.run(
                 lambda most_rows: self._passes([piece for batch in batches for piece in batch.cut(most_rows)]),
                 lambda made, recovered: self._finish(*made, recovered),
                 rows=max((batch.rows for batch in batches), default=1),
                 largest=_a_single(batches),
             )
+        sizes = [piece.input_ids.numel() for batch in batches for piece in self._cut(batch)]
+        return dataclasses.replace(result, padded_tokens=sum(sizes), largest_tokens=max(sizes))
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[float, int]:
         """(weighted mean loss over the trained tokens, their number), without dropout and without changing anything.
@@ -186,7 +194,7 @@ class ResidentExecutor:
                     targets = targets_of(waiting[0])
                     loss, failure = self._try_loss(waiting[0], targets)
                     if failure:
-                        self.recovery.make_room(waiting[0].rows, failure, _a_single(waiting[:1]))
+                        self.recovery.shrink(waiting[0].rows, failure, _a_single(waiting[:1]))
                         waiting = [part for piece in waiting for part in self._cut(piece)]
                         continue
                     total, tokens, weight = total + loss, tokens + targets.count, weight + targets.weight
@@ -228,6 +236,18 @@ class ResidentExecutor:
     def set_activations(self, modes: Sequence[Mode]) -> None:
         """Another mode for each block, from the next step on."""
         self.activations = set_activations(self.model, modes)
+        self._peak.measure_again()
+
+    def govern(self, governor: Governor) -> None:
+        """Let it change how activations are held, between steps and when memory runs out inside one."""
+        self.governor = governor
+        self.recovery.relieve = governor.relieve
+
+    def reading(self) -> Reading:
+        """Memory around the last step: its peaks (as `memory`, which it stands for), what lies there between steps."""
+        allocated, reserved = self._peak.read()
+        at_rest, reach = self._peak.around()
+        return Reading(allocated=allocated, reserved=reserved, at_rest=at_rest, reach=reach)
 
     def memory(self) -> tuple[int, int]:
         """(allocated, reserved) peak bytes on the device since the last call; see `vramfit.engine.peak`."""
@@ -251,6 +271,7 @@ class ResidentExecutor:
             "optimizer": optimizer_values,
             "step_end": self._end.values(),
             "raised": list(self.raised.now),
+            "governor": self.governor.state() if self.governor else {},
             "activations": list(self.activations),
         }
 
@@ -273,8 +294,10 @@ class ResidentExecutor:
         self.raised.set(values.get("raised", ()))
         if values.get("activations"):
             # What was compressed stays so, or the last bits would change; what memory bears less of now goes on so.
-            planned = self.activations or ("keep",) * len(values["activations"])
-            self.set_activations([tighter(*pair) for pair in zip(planned, values["activations"], strict=True)])
+            planned: Sequence[Mode] = self.activations or ("keep",) * len(values["activations"])
+            self.set_activations([tighter(now, then) for now, then in zip(planned, values["activations"], strict=True)])
+        if self.governor:
+            self.governor.load_state(values.get("governor", {}), modes=self.activations)
         states = {name.removeprefix(_RANDOM): value for name, value in tensors.items() if name.startswith(_RANDOM)}
         set_random_state(self.device, states)
 
@@ -323,16 +346,16 @@ class ResidentExecutor:
         with self._computing():
             return self._loss.sums(model_inputs(piece, self.device), on_device, gradient_scale=gradient_scale)
 
-    def _summed_loss(self, piece: Piece, targets: Targets, *, gradient_scale: float = 1.0) -> Tensor:
-        """What is minimised."""
-        return self._sums(piece, targets, gradient_scale=gradient_scale).objective
-
     def _computing(self) -> contextlib.AbstractContextManager[Any]:
         """Autocast, where anything is to be cast: weights trained in the format they are computed in are not."""
         in_one_format = self.plan.trained_format == self.raised.compute and not self.plan.lora_rank
         if in_one_format and not self.raised.now:
             return contextlib.nullcontext()
         return autocast(self.device, self.raised.compute)
+
+    def _summed_loss(self, piece: Piece, targets: Targets, *, gradient_scale: float = 1.0) -> Tensor:
+        """What is minimised."""
+        return self._sums(piece, targets, gradient_scale=gradient_scale).objective
 
     def _finish(self, losses: list[Tensor], trained: Trained, recovered: str) -> StepResult:
         finish = self._end.finish(losses)
