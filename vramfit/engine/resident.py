@@ -294,7 +294,8 @@ class ResidentExecutor:
         self.raised.set(values.get("raised", ()))
         if values.get("activations"):
             # What was compressed stays so, or the last bits would change; what memory bears less of now goes on so.
-            planned: Sequence[Mode] = self.activations or ("keep",) * len(values["activations"])
+            keep: Mode = "keep"
+            planned = self.activations or (keep,) * len(values["activations"])
             self.set_activations([tighter(now, then) for now, then in zip(planned, values["activations"], strict=True)])
         if self.governor:
             self.governor.load_state(values.get("governor", {}), modes=self.activations)
