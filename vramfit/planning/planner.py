@@ -31,12 +31,17 @@ def forecast_run(
     """The fastest plan that fits, what it needs and how long it takes.
 
     Raises ConfigError (a wish this device or model cannot honour), HardwareError (no such device), DataError (0
-    sequences or tokens), WontFit (with the number that breaks, in device memory, RAM or disk, and changes that would
+    sequences or tokens, none that carries loss), WontFit (with the number that breaks, in device memory, RAM or disk, and changes that would
     help, each checked).
     """
     if workload.sequences < 1 or workload.longest_tokens < 1 or not workload.mean_tokens > 0:
         what = f"{max(0, workload.sequences)} sequences" if workload.sequences < 1 else "0 tokens"
         raise DataError(f"There are {what} to train on", "Give data with at least one row that can be used.")
+    if not 0 < workload.trained_share <= 1:
+        raise DataError(
+            f"{max(0.0, workload.trained_share):.0%} of the tokens carry loss, so there is nothing to learn",
+            "Give data with answers, or train on everything (data.trained_on).",
+        )
     search = Search.of(config, architecture, machine, workload, abilities=abilities)
     found = search.best()
     if found is None:

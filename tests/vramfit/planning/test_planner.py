@@ -242,6 +242,15 @@ def test_sequences_without_a_token_are_refused(mean: float, longest: int) -> Non
         forecast(wish(), workload=Workload(sequences=3, mean_tokens=mean, longest_tokens=longest))
 
 
+@pytest.mark.parametrize("share", [0.0, -0.5, 1.5, float("nan")])
+def test_data_in_which_no_token_carries_loss_is_refused(share: float) -> None:
+    architecture = catalogue.find("Qwen/Qwen3-0.6B")
+    assert architecture is not None
+    work = Workload(sequences=10, mean_tokens=100, longest_tokens=200, trained_share=share)
+    with pytest.raises(DataError, match=r"% of the tokens carry loss"):
+        forecast_run(RunConfig(), architecture=architecture, machine=machine_with("RTX 4090"), workload=work)
+
+
 def test_a_fixed_wish_that_breaks_the_plan_is_suggested_to_be_freed() -> None:
     with pytest.raises(WontFit, match=r"Leaving memory\.micro_batch to auto would need"):
         forecast(wish(memory={"micro_batch": 512}, schedule={"sequences_per_step": 512}), of="Qwen/Qwen3-8B")
