@@ -123,7 +123,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         chunk_numbers: int = 0,
         **defaults: Any,
     ) -> None:
-        self._rules, self._bits, self._chunk_numbers = dict(rules), bits, chunk_numbers
+        self._rules, self._bits, self.chunk_numbers = dict(rules), bits, chunk_numbers
         self._noise = RoundingNoise(seed)
         self._formats: dict[tuple[torch.device, bool], LowBit] = {}
         super().__init__(list(groups), {"lr": 0.0, "rule": next(iter(rules)), **defaults})
@@ -160,7 +160,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             state=state,
             formats=self._formats_of(parameter, rule),
             generator=self._generator(parameter, int(state[_STEP].item())),
-            chunk_numbers=self._chunk_numbers or (CHUNK_ON_CPU if parameter.device.type == "cpu" else CHUNK_ON_CARD),
+            chunk_numbers=self.chunk_numbers or (CHUNK_ON_CPU if parameter.device.type == "cpu" else CHUNK_ON_CARD),
         )
         rule.step(weight, group)
         if not lies_flat:

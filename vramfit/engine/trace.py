@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vramfit.config import ScheduleChoice
+from vramfit.engine.chunked import CHUNK_ON_CARD, ChunkedOptimizer
 from vramfit.engine.loss import Targets
 from vramfit.engine.objective import SummedLoss
 from vramfit.engine.optimizers import build_optimizer
@@ -208,7 +209,12 @@ def trace(
 
     Raises ModelError when `transformers` cannot build it, UserError for a plan this version's engine cannot run.
     """
-    lacks = [*missing(plan), *(["an optimizer inside backward"] if plan.optimizer_in_backward else [])]
+    lacks = missing(plan)
+    if plan.optimizer_tier != "device":
+        raise UserError(
+            "A trace follows one memory, the device's, and this plan's optimizer states are in another",
+            "Trace the plan with its states on the device.",
+        )
     if lacks:
         raise UserError(
             f"A trace runs this version's engine, which lacks {', '.join(lacks)}", "Trace a plan that can be run."
@@ -283,13 +289,15 @@ class _Depths:
     def _run(self, depth: tuple[int, ...]) -> Trace:
         recomputed, kept = depth
         follower = StorageFollower(trained_share=self.trained_share, packed=self.plan.packing)
-        plan = dataclasses.replace(self.plan, recompute=recomputed, device="cpu")
+        # Paged states are traced as if the driver never had to move them.
+        plan = dataclasses.replace(self.plan, recompute=recomputed, device="cpu", optimizer_paged=False)
         model = self._model(plan, recomputed + kept)
         with _untraced_masks(), FakeTensorMode(allow_non_fake_inputs=True), follower:
             materialise(model)
-            executor = TracedExecutor(
-                model, follower=follower, plan=plan, optimizer=build_optimizer(model, ScheduleChoice(), plan)
-            )
+            optimizer = build_optimizer(model, ScheduleChoice(), plan)
+            if isinstance(optimizer, ChunkedOptimizer):
+                optimizer.chunk_numbers = CHUNK_ON_CARD  # on a CPU's own there would be sixteen times the operations
+            executor = TracedExecutor(model, follower=follower, plan=plan, optimizer=optimizer)
             batch = _batch(plan.micro_batch, self.length, packed=plan.packing)
             for _ in range(2):  # the optimizer's states only exist from the second step on
                 follower.forget()

@@ -42,11 +42,12 @@ FEATURES: Final = {
 
 ENGINE: Final = Abilities(
     weights=("device",),
-    optimizer=("device",),
+    optimizer=("device", "host"),
     inputs=("device",),
-    optimizer_bits=(32,),
+    optimizer_bits=(32, 8, 4),
     sharding=("none",),
-    features=frozenset({"tf32", "dora", "lora_experts"}),
+    optimizers=("adamw", "adafactor", "lion", "muon", "sgd"),
+    features=frozenset({"tf32", "optimizer_in_backward", "optimizer_paged", "bf16_weights", "dora", "lora_experts"}),
 )
 """The engine of this version."""
 
