@@ -64,7 +64,7 @@
     layout() {
       const grid = VF.css("--vf-grid");
       const axis = { gridcolor: grid, zeroline: false, linecolor: grid, tickfont: { size: 11 }, automargin: true };
-      const range = this.figure.log ? { type: "log" }
+      const range = this.figure.log ? { type: "log", tick0: 0, dtick: Math.log10(4), tickformat: ",~g" }
         : this.figure.top != null ? { range: [0, this.figure.top] } : this.figure.floor === 0 ? { rangemode: "tozero" } : {};
       const unit = this.figure.source === "telemetry" ? VF.word("chart.minutes") : VF.word("chart.step");
       return {
@@ -154,7 +154,7 @@
       const value = last * this.figure.traces[0].scale;
       const unit = this.figure.unit;
       if (unit === "GiB") return VF.text(this.now, VF.bytes(last));
-      const digits = unit === "%" && this.figure.top == null ? VF.number(value, 2) : unit === "%" || unit === "W" || unit === "°C" ? value.toFixed(0) : unit === "tokens/s" ? VF.count(value) : VF.number(value, 3);
+      const digits = unit === "%" && this.figure.top == null ? VF.number(value, 2) : unit === "%" || unit === "W" || unit === "°C" ? value.toFixed(0) : ["speed", "scale"].includes(this.figure.key) ? VF.count(value) : VF.number(value, 3);
       VF.text(this.now, `${digits}${unit && unit !== "%" ? " " : ""}${unit}`);
     }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from vramfit.engine.precision import COLLAPSED_LOSS_SCALE, described
 from vramfit.engine.reach import check_gradients_reach
 from vramfit.engine.resident import ResidentExecutor, StepResult
 from vramfit.engine.schedule import learning_rate_at
-from vramfit.errors import CheckpointError, DataError, ModelError, UserError
+from vramfit.errors import CheckpointError, DataError, ModelError, UserError, WontFit
 from vramfit.hardware.devices import Machine, probe
 from vramfit.models.adapter_start import start_from_inputs
 from vramfit.models.export import export_run
@@ -38,6 +38,7 @@ from vramfit.planning.planner import forecast_run
 from vramfit.planning.start import length_limit
 from vramfit.training import checkpoint
 from vramfit.training.health import Evaluations, Health, Refusals, Watches, named_rows
+from vramfit.training.memory_care import MemoryCare, Note, care_for
 from vramfit.training.metrics import (
     DriftCheck,
     Evaluation,
@@ -111,11 +112,22 @@ def train(
     executor = ResidentExecutor(
         model, plan=plan, optimizer=optimizer, max_grad_norm=config.schedule.max_grad_norm, loss=config.loss
     )
-    run = _Run(config=config, plan=plan, data=data, order=order, executor=executor, recorder=recorder, folder=folder)
+    care = care_for(executor, forecast, config=config, architecture=architecture, machine=machine, cache=cache)
+    run = _Run(
+        config=config,
+        plan=plan,
+        data=data,
+        order=order,
+        executor=executor,
+        care=care,
+        recorder=recorder,
+        folder=folder,
+    )
     run.report_preparation(forecast)
     run.check_adapters()
 
     done = run.resume() if resume else 0
+    run.tell(care.limit_rows(resumed=done > 0), step=done)
     if done == 0:
         run.start_adapters()
         run.write_samples(tokenizer, step=0, stage="before")
@@ -137,6 +149,7 @@ def train(
 
     if stopped and done < order.total_steps:
         return run.result(done, stopped=True, export=None)
+    run.tell(care.end(done), step=done)
     exported = run.take_best(done) if run.keeps_best else done
     run.check_weights(done)
     recorder.phase(PhaseProgress(name="exporting"))
@@ -154,6 +167,7 @@ class _Run:
     data: PreparedData
     order: StepOrder
     executor: ResidentExecutor
+    care: MemoryCare
     recorder: Recorder
     folder: Path
     final_loss: float | None = None
@@ -200,6 +214,9 @@ class _Run:
             result = self.executor.step(self._micro_batches(rows), rate)
         except DataError as error:
             raise DataError(f"{error.what} (step {step}: {self._named(rows)})", error.remedy) from error
+        except WontFit:
+            self.care.ran_out()
+            raise
         now = self._report_step(step, result, rate=rate, seconds=time.perf_counter() - began)
         self._check_health(now, result)
 
@@ -209,7 +226,8 @@ class _Run:
         calibrator = Calibrator(self.executor, limit=choice.drift_limit, may_raise=choice.raise_precision)
         if not calibrator.possible:
             self.calibrate_every = 0
-            self._say("info", "drift", "The run computes in fp32: there is no drift from it to check.", step=step)
+            if not self.executor.raised.now:  # else it was told when the last part was raised
+                self._say("info", "drift", "The run computes in fp32: there is no drift from it to check.", step=step)
             return
         check = calibrator.check(self._micro_batches(self.order.rows(step))[0])
         for drift in check.drifts:
@@ -308,9 +326,8 @@ class _Run:
             return done
         self.executor.load_state(saved.tensors, saved.values["executor"])
         last, self.eval_loss = self.eval_loss, loss
-        self._say(
-            "info", "best", f"Step {best} is exported: its test was the best, {loss:.4f}; the last gave {last:.4f}."
-        )
+        message = f"Step {best} is exported: its test was the best, {loss:.4f}; the last gave {last:.4f}."
+        self._say("info", "best", message, step=done)
         return best
 
     def check_weights(self, step: int) -> None:
@@ -375,8 +392,8 @@ class _Run:
         return split(examples, self.micro_batch, self.data.pad_id)
 
     def _report_step(self, step: int, result: StepResult, *, rate: float, seconds: float) -> StepMetrics:
-        allocated, reserved = self.executor.memory()
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, allocated)
+        memory, notes = self.care.after_step(step, result, seconds)
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, memory.allocated)
         self.final_loss = result.loss
         now = StepMetrics(
             step=step,
@@ -388,16 +405,20 @@ class _Run:
             tokens_per_s=result.tokens / seconds,
             step_seconds=seconds,
             epoch=self.order.epoch(step),
-            allocated_bytes=allocated,
-            reserved_bytes=reserved,
+            allocated_bytes=memory.allocated,
+            reserved_bytes=memory.reserved,
             resident_bytes=self._process.memory_info().rss,
             loss_scale=result.loss_scale,
             skipped=result.skipped,
         )
         self.recorder.steps([now])
-        if result.recovered:
-            self._say("warning", "out-of-memory", f"{result.recovered}.", step=step)
+        self.tell(notes, step=step)
         return now
+
+    def tell(self, notes: Iterable[Note], *, step: int) -> None:
+        """What was done about memory."""
+        for note in notes:
+            self._say(note.level, note.kind, note.message, step=step)
 
     def _check_health(self, now: StepMetrics, result: StepResult) -> None:
         """A step that could not be taken is told; several in a row end the run, and its last good checkpoint stays."""
@@ -418,11 +439,11 @@ class _Run:
             return
         limit, first, last = self.config.health.drift_limit, check.drifts[0], check.drifts[-1]
         if self.health.drifting.sees(wrong=first.worst > limit, right=first.worst <= limit / 2):
-            message = f"{self.plan.compute} strays from fp32: the loss by {first.loss:.2%}, the gradient norm by "
-            message += f"{first.grad_norm:.2%}; the limit is {limit:.2%}."
+            message = f"{self.plan.compute} strays from fp32: the loss by {_percent(first.loss)}, the gradient norm by "
+            message += f"{_percent(first.grad_norm)}; the limit is {_percent(limit)}."
             self._say("warning", "drift", message, step=step)
         if last.raised != first.raised:
-            now = f"{last.loss:.2%} of the loss and {last.grad_norm:.2%} of the gradient norm"
+            now = f"{_percent(last.loss)} of the loss and {_percent(last.grad_norm)} of the gradient norm"
             parts = ", ".join(last.raised)
             self._say("info", "drift", f"Computed in fp32 from now on: {parts}; the drift is {now}.", step=step)
 
@@ -491,3 +512,8 @@ class _Run:
             peak_allocated_bytes=self.peak_allocated_bytes,
             export=str(export) if export else None,
         )
+
+
+def _percent(share: float) -> str:
+    """To two figures: a drift is often a thousandth of a per cent."""
+    return f"{100 * share:.2g}%"
