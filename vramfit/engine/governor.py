@@ -209,7 +209,7 @@ class Governor:
             if self._ended:
                 return []
             self._ended = True
-            message = f"Memory is at {share}, and no block can hold less: a larger batch would not fit."
+            message = f"Memory is at {share}, and no block can hold less: what needs more will go in smaller pieces."
             return [Action(step=cost.step, message=message, level="warning")]
         notch = self.allowed[lowest + 1]
         if notch in self._given_up:  # it was given up too early: be slower to do so again

@@ -39,11 +39,14 @@ _NOT_OF_THE_KIND: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """`rows` at once was the most that fitted within `bytes`, when more had run out of memory at `time` (Unix)."""
+    """`rows` at once was the most that fitted within `bytes`, when more had run out of memory at `time` (Unix).
+
+    `ended_run` is whether the step could not be repeated; then `rows` is what to try next."""
 
     rows: int
     bytes: int
     time: float
+    ended_run: bool = False
 
 
 def run_kind(plan: Plan, architecture: Architecture, *, card: str, longest_tokens: int, versions: str) -> str:
@@ -93,7 +96,12 @@ class MemoryLimits:
 
 
 def _entry(values: dict[str, Any]) -> tuple[Limit, int]:
-    limit = Limit(rows=int(values["rows"]), bytes=int(values["bytes"]), time=float(values["time"]))
+    limit = Limit(
+        rows=int(values["rows"]),
+        bytes=int(values["bytes"]),
+        time=float(values["time"]),
+        ended_run=bool(values["ended_run"]),
+    )
     if limit.rows < 1:
         raise ValueError("a limit below one row")
     return limit, int(values["recomputed"])

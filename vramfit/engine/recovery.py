@@ -108,7 +108,7 @@ class Recovery:
                 failure, in_finish = str(error), made is not None
             # Outside the except block: while it lasts, the traceback keeps the failed attempt's tensors alive.
             made = None
-            self._put_back(before, failure)
+            self._put_back(before, failure, size)
             release_memory(self.device)
             if in_finish:  # smaller pieces do not help, but what the failed attempt had cached may
                 if repeated_finish or not _is_watched(self.optimizer):
@@ -131,10 +131,11 @@ class Recovery:
         self.most_rows = halves(size)[0]
         return f"with {self.most_rows}"
 
-    def _put_back(self, before: _Before, failure: str) -> None:
+    def _put_back(self, before: _Before, failure: str, size: int) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         changed, weights = before.changed_weights()
         if changed:
+            self.most_rows = halves(size)[0]  # for the next attempt of the run
             raise self._wont_fit(
                 f"Memory ran out when {changed} of {weights} tensors of weights and optimizer states had already "
                 "changed, so the step cannot be repeated",

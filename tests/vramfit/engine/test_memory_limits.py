@@ -48,7 +48,7 @@ def test_an_old_limit_is_forgotten(tmp_path):
         "null",
         '{"version": 99, "limits": {}}',
         '{"version": 1}',
-        '{"version": 1, "limits": {"kind": {"rows": 0, "bytes": 1, "time": 1, "recomputed": 0}}}',
+        '{"version": 1, "limits": {"kind": {"rows": 0, "bytes": 1, "time": 1, "ended_run": false, "recomputed": 0}}}',
         '{"version": 1, "limits": {"kind": 3}}',
         '{"version": 1, "limits": []}',
     ],

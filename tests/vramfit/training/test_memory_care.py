@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vramfit.config import RunConfig
+from vramfit.engine import governor
+from vramfit.engine.loss import TokenLoss
+from vramfit.engine.memory_limits import FILE
+from vramfit.errors import WontFit
+from vramfit.training.loop import train
+
+Build = Callable[..., RunConfig]
+Keep = Callable[[], Any]
+
+
+@pytest.fixture
+def own_cache(cache: Path, tmp_path: Path) -> Path:
+    """Limits are kept beside everything else that is cached: here in a folder that no other test sees."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    for path in cache.iterdir():
+        if path.name != FILE:
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
+def bear_only(monkeypatch: pytest.MonkeyPatch, most_rows: int) -> None:
+    """More rows than these run out of memory while they train."""
+    real = TokenLoss.sums
+
+    def limited(self: Any, inputs: Any, targets: Any, **options: Any) -> Any:
+        if torch.is_grad_enabled() and len(inputs["input_ids"]) > most_rows:
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+        return real(self, inputs, targets, **options)
+
+    monkeypatch.setattr(TokenLoss, "sums", limited)
+
+
+def told(heard: Any, kind: str) -> list[str]:
+    return [event.message for event in heard.events if event.kind == kind]
+
+
+def test_a_limit_is_told_and_the_next_run_begins_with_it(
+    small_run: Build, kept: Keep, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_run(memory={"micro_batch": 3})
+    calm = kept()
+    train(config, folder=tmp_path / "calm", cache=own_cache, recorder=calm)
+    assert told(calm, "out-of-memory") == [] and not (own_cache / FILE).exists()
+    bear_only(monkeypatch, 1)
+    first, second = kept(), kept()
+    train(config, folder=tmp_path / "first", cache=own_cache, recorder=first)
+    assert [message.split(" (")[0] for message in told(first, "out-of-memory")] == [
+        "Memory ran out with 3 sequences at a time; the step was repeated with 1"
+    ]
+    train(config, folder=tmp_path / "second", cache=own_cache, recorder=second)
+    (message,) = told(second, "out-of-memory")
+    assert "1 sequences at a time fitted: this one begins with 1, not 3" in message
+    assert second.losses == first.losses == pytest.approx(calm.losses, rel=1e-4)
+
+
+def test_a_resumed_run_goes_on_as_it_was(
+    small_run: Build, kept: Keep, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run of the same kind has met a limit meanwhile; the last bits of this one do not change."""
+    config = small_run(memory={"micro_batch": 3})
+    whole, first, second = kept(), kept(), kept()
+    train(config, folder=tmp_path / "whole", cache=own_cache, recorder=whole)
+    train(
+        config,
+        folder=tmp_path / "cut",
+        cache=own_cache,
+        recorder=first,
+        should_stop=lambda: len(first.metrics) >= 3,
+    )
+    with monkeypatch.context() as patched:
+        bear_only(patched, 2)
+        train(config, folder=tmp_path / "other", cache=own_cache, recorder=kept())
+    assert (own_cache / FILE).is_file()
+    train(config, folder=tmp_path / "cut", cache=own_cache, recorder=second, resume=True)
+    assert told(second, "out-of-memory") == []
+    assert first.losses + second.losses == whole.losses
+
+
+def test_a_run_that_memory_ended_is_resumed_with_less_at_once(
+    small_run: Build, kept: Keep, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights had changed when memory ran out, so the step could not be repeated."""
+    config = small_run(memory={"micro_batch": 3}, output={"checkpoint_every": 1})
+    real, calls = TokenLoss.sums, []
+
+    def fails_once(self: Any, inputs: Any, targets: Any, **options: Any) -> Any:
+        calls.append(len(inputs["input_ids"]))
+        if torch.is_grad_enabled() and sum(size == 3 for size in calls) == 4:
+            with torch.no_grad():
+                next(parameter for parameter in self.model.parameters() if parameter.requires_grad).mul_(1.5)
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+        return real(self, inputs, targets, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TokenLoss, "sums", fails_once)
+        with pytest.raises(WontFit, match="had already changed"):
+            train(config, folder=tmp_path / "run", cache=own_cache, recorder=kept())
+    heard = kept()
+    train(config, folder=tmp_path / "run", cache=own_cache, recorder=heard, resume=True)
+    (message,) = told(heard, "out-of-memory")
+    assert "begins with 2, not 3" in message
+    assert heard.metrics[0].step > 1 and heard.metrics[-1].step == 7
+
+
+@pytest.mark.parametrize("adapts", [True, False])
+def test_the_governor_is_told_of_and_can_be_turned_off(
+    small_run: Build, kept: Keep, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapts: bool
+) -> None:
+    """Watermarks so low that every step is above them; the losses are the same bit for bit."""
+    calm, heard = kept(), kept()
+    wishes = {"micro_batch": 3, "adapt": adapts}
+    train(small_run(memory=wishes), folder=tmp_path / "calm", cache=own_cache, recorder=calm)
+    assert told(calm, "governor") == []
+    monkeypatch.setattr(governor, "TRUSTED", 0.0)  # of what the run may have: the high watermark is at most there
+    train(small_run(memory=wishes), folder=tmp_path / "run", cache=own_cache, recorder=heard)
+    messages = told(heard, "governor")
+    assert bool(messages) is adapts
+    assert heard.losses == calm.losses
+    if adapts:
+        assert "block 1 now recomputes its activations. That freed" in messages[0]
+        assert heard.metrics[-1].allocated_bytes < calm.metrics[-1].allocated_bytes
+
+
+def test_the_file_of_limits_is_plain(
+    small_run: Build, kept: Keep, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bear_only(monkeypatch, 2)
+    train(small_run(memory={"micro_batch": 3}), folder=tmp_path / "run", cache=own_cache, recorder=kept())
+    values = json.loads((own_cache / FILE).read_text(encoding="utf-8"))
+    ((kind, limit),) = values["limits"].items()
+    assert "pretrain" in kind and torch.__version__ in kind
+    assert limit["rows"] == 2 and limit["bytes"] > 0 and limit["ended_run"] is False
