@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -8,6 +13,7 @@ from torch import nn
 from vramfit.engine.compression import BLOCK, Compressed, InputCompressor
 from vramfit.engine.randomness import restart_rounding
 
+BENCH = Path(__file__).parents[3] / "bench" / "compression.py"
 CPU = torch.device("cpu")
 
 
@@ -191,3 +197,34 @@ def test_closing_takes_every_hook_off_and_an_error_inside_leaves_nothing_behind(
     assert compressor._linear is None and not compressor._known and not compressor._runs
     compressor.close()
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in block.modules())
+
+
+def load_bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("compression", BENCH)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+def test_the_starters_gradient_points_the_same_way(codec):
+    bench = load_bench()
+    model, text = bench._starter()
+    row = bench.compare("starter", model, bench.Text(text.input_ids[:2], text.labels[:2]), "fp32", codec)
+    assert row.cosine >= 0.999 and row.share < 0.9
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_real_models_gradient_points_the_same_way_and_bytes_are_those_reckoned(smollm2_folder, adapters):
+    """Real text. Of what a block keeps, the inputs of q, k and v, of gate and up, and of down are compressed; o's is
+    kept by attention anyway."""
+    bench = load_bench()
+    bench.SMOLLM2 = smollm2_folder
+    model, text = bench._smollm2(adapters=adapters)
+    text = bench.Text(text.input_ids[:1, :64], text.labels[:1, :64])
+    row = bench.compare("SmolLM2-135M", model, text, "fp32", "int8")
+    assert row.cosine >= 0.999
+    numbers = 30 * 64 * (576 + 576 + 1536)
+    assert row.kept_bytes - row.compressed_bytes == pytest.approx(numbers * (4 - 1 - 4 / 128), rel=0.005)
