@@ -122,6 +122,18 @@ def test_a_config_file_and_flags_on_top_of_it(tmp_path: Path, capsys: pytest.Cap
         (("estimate", "--ram-gib", "32"), "--card"),
         (("explore", "--card", "RTX 4090", "--length", "7"), "--length is 7, it must be 8 to 1,048,576"),
         (("explore", "--card", "RTX 4090", "--length", "1048577"), "--length is 1048577"),
+        (("explore", "--card", "RTX 4090", "--length", "0"), "--length is 0"),
+        (("explore", "--card", "RTX 4090", "--length=-5"), "--length is -5"),
+        (("explore", "--card", "RTX 4090", "--cards", "0"), "--cards is 0, it must be 1 to 1024"),
+        (("explore", "--presets", "--card", "GTX 9999"), "GTX 9999"),
+        (("estimate", "--card", "RTX 4090", "--ram-gib", "0"), "--ram-gib is 0"),
+        (("estimate", "--max-length", "0"), "data.max_length"),
+        (("estimate", "--micro-batch=-1"), "memory.micro_batch"),
+        (("estimate", "--sequences-per-step", "0"), "schedule.sequences_per_step"),
+        (("estimate", "--max-steps", "0"), "schedule.max_steps"),
+        (("estimate", "--set", "memory.budget_gib=-3"), "memory.budget_gib"),
+        (("estimate", "--set", "memory.budget_gib=.nan"), "memory.budget_gib"),
+        (("estimate", "--set", "memory.budget_gib=1e300", "--card", "RTX 4090"), "memory.budget_gib"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_exit_code_2(

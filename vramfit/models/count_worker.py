@@ -1,7 +1,7 @@
 """Counts a model nobody described: python -m vramfit.models.count_worker < config.json.
 
 `transformers` builds it on the meta device, without memory. For the planner, which never imports torch: it reads one
-line of JSON, {"counted": {params, embedding_params, tied_embeddings, layers, block_params, norms_per_layer}} or
+line of JSON, {"counted": {params, embedding_params, tied_embeddings, layers, block_params, widths, absent}} or
 {"error": reason}.
 """
 
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from vramfit.models.families import USUAL_KEYS
+
 
 def counted(values: Mapping[str, Any]) -> dict[str, Any]:
     """What the planner needs of a config.json. Raises whatever `transformers` raises when it cannot build the model."""
@@ -21,9 +23,10 @@ def counted(values: Mapping[str, Any]) -> dict[str, Any]:
 
     from vramfit.engine.activations import find_blocks
 
+    config = AutoConfig.for_model(**values)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values), trust_remote_code=False)
-    blocks = find_blocks(model)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    blocks, widths = find_blocks(model), _widths(config)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     return {
         "params": sum(parameter.numel() for parameter in model.parameters()),
@@ -33,7 +36,15 @@ def counted(values: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_size": embedding.shape[1],
         "layers": len(blocks),
         "block_params": [sum(parameter.numel() for parameter in block.parameters()) for block in blocks],
+        "widths": widths,
+        "absent": [key for key in widths if not {key, config.attribute_map.get(key, key)} & values.keys()],
     }
+
+
+def _widths(config: Any) -> dict[str, Any]:
+    """The usual keys as the family's own class has them, its defaults and other names included."""
+    found = {key: getattr(config, key, None) for key in USUAL_KEYS.values()}
+    return {key: value for key, value in found.items() if isinstance(value, (int, str)) and not isinstance(value, bool)}
 
 
 def main() -> None:

@@ -15,7 +15,8 @@ from typing import Any, Final
 
 from vramfit.errors import ModelError
 from vramfit.models.architecture import Architecture, from_config
-from vramfit.models.config_keys import ACTIVATIONS
+from vramfit.models.config_keys import ACTIVATIONS, tidy
+from vramfit.sentences import say
 
 _SECONDS: Final = 120.0
 
@@ -32,11 +33,13 @@ def counted_architecture(values: Mapping[str, Any], name: str) -> Architecture:
 def _counted(text: str, name: str) -> Architecture:
     found = _ask(text, name)
     values = json.loads(text)
-    activation = str(values.get("hidden_act"))
-    # The usual names of widths, as nearly all families write them; what is missing is complained of by its name.
+    # The usual names of widths, as nearly all families have them; what is missing is complained of by its name.
+    widths: dict[str, Any] = found["widths"]
+    activation = str(widths.get("hidden_act"))
     like_llama = from_config(
         {
             **values,
+            **widths,
             "model_type": "llama",
             "hidden_size": found["hidden_size"],
             "num_hidden_layers": found["layers"],
@@ -47,7 +50,9 @@ def _counted(text: str, name: str) -> Architecture:
         name,
     )
     shape = dataclasses.replace(like_llama, family=str(values.get("model_type")), counted=True)
-    return dataclasses.replace(shape, extra_params=found["params"] - shape.params)
+    told = ", ".join(f"{key} ({tidy(widths[key])})" for key in sorted(found["absent"]))
+    notes = (say("assumed.keys", keys=told),) if told else ()
+    return dataclasses.replace(shape, extra_params=found["params"] - shape.params, notes=notes)
 
 
 def _ask(text: str, name: str) -> dict[str, Any]:

@@ -31,8 +31,8 @@ def forecast_run(
     """The fastest plan that fits, what it needs and how long it takes.
 
     Raises ConfigError (a wish this device or model cannot honour), HardwareError (no such device), DataError (0
-    sequences or tokens, none that carries loss), WontFit (with the number that breaks, in device memory, RAM or disk, and changes that would
-    help, each checked).
+    sequences or tokens, or none that carries loss), WontFit (with the number that breaks, in device memory, RAM or
+    disk, and changes that would help, each checked).
     """
     if workload.sequences < 1 or workload.longest_tokens < 1 or not workload.mean_tokens > 0:
         what = f"{max(0, workload.sequences)} sequences" if workload.sequences < 1 else "0 tokens"

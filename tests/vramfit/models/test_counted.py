@@ -58,3 +58,29 @@ def test_an_undescribed_family_is_counted_exactly_and_says_so(tmp_path: Path) ->
 def test_a_family_nobody_knows_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no_such_family|cannot build"):
         architecture_of(folder(tmp_path / "odd", {**HELIUM, "model_type": "no_such_family"}))
+
+
+def test_widths_that_an_undescribed_family_s_file_lacks_are_its_class_s_own_and_told(tmp_path: Path) -> None:
+    """Helium has 20 key heads where its file says nothing, Llama as many as there are heads."""
+    from transformers import AutoConfig
+
+    less = {key: value for key, value in HELIUM.items() if key not in ("num_key_value_heads", "head_dim")}
+    less["num_attention_heads"] = 40
+    read = AutoConfig.for_model(**less)
+    found = architecture_of(folder(tmp_path / "helium", less))
+    assert (found.kv_heads, found.head_dim) == (read.num_key_value_heads, read.head_dim)
+    assert found.kv_heads != found.heads
+    assert f"num_key_value_heads ({read.num_key_value_heads})" in found.notes[0]
+    assert f"head_dim ({read.head_dim})" in found.notes[0]
+
+
+def test_a_width_under_its_family_s_own_name_is_said(tmp_path: Path) -> None:
+    assert "codegen" not in families.FAMILIES
+    values = {"model_type": "codegen", "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 100, "n_ctx": 32}
+    found = architecture_of(folder(tmp_path / "codegen", {**values, "n_positions": 32, "intermediate_size": 256}))
+    assert (found.hidden_size, found.heads, found.layers) == (64, 4, 2)
+    assert not any("num_attention_heads" in note or "hidden_size" in note for note in found.notes)
+
+
+def test_a_file_that_says_all_widths_has_no_notes(tmp_path: Path) -> None:
+    assert architecture_of(folder(tmp_path / "whole", {**HELIUM, "hidden_act": "silu"})).notes == ()
