@@ -138,3 +138,33 @@ def test_the_scale_grows_and_backs_off_as_torch_documents_it():
 
     assert step(float("inf")) == 2.0**15
     assert [step(1.0) for _ in range(2000)][-2:] == [2.0**15, 2.0**16]
+
+
+def test_a_wrapped_loop_refuses_tf32_where_there_is_none():
+    import vramfit
+
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(ConfigError, match="has no tf32"):
+        vramfit.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="tf32")
+
+
+@pytest.mark.parametrize(("compute", "within"), [("bf16", 0.03), ("fp16", 0.004)])
+def test_accumulation_in_16_bits_is_that_of_one_batch(tiny, compute, within):
+    """Eight uneven sequences one by one and at once: the loss to rounding, the gradient's norm within the format's.
+
+    fp16's scale is in the divisor of the step, so it may not depend on how the step is cut either.
+    """
+    from vramfit.config import ScheduleChoice
+    from vramfit.engine.optimizers import build_optimizer
+    from vramfit.engine.resident import ResidentExecutor
+
+    sequences, found = tiny.sequences(9, 17, 5, 30, 12, 8, 21, 3), []
+    for batches in ([tiny.pad(sequences)], [tiny.pad([one]) for one in sequences]):
+        plan = tiny.plan(compute=compute)
+        model = tiny.build("llama")
+        executor = ResidentExecutor(model, plan=plan, optimizer=build_optimizer(model, ScheduleChoice(), plan))
+        found.append(executor.step(batches, 0.0))
+    whole, cut = found
+    assert cut.tokens == whole.tokens and not cut.skipped
+    assert cut.loss == pytest.approx(whole.loss, rel=1e-3)
+    assert cut.grad_norm == pytest.approx(whole.grad_norm, rel=within)

@@ -139,3 +139,24 @@ def test_checkpoints_of_a_future_that_was_given_up_go_at_the_next_save(tmp_path:
         (tmp_path / f"step-{step:08d}" / checkpoint.TENSORS).write_bytes(b"damaged")
     write(tmp_path, 15, keep=2)
     assert checkpoint.steps(tmp_path) == [10, 15]
+
+
+def test_the_best_outlives_rotation_until_another_is_the_best(tmp_path: Path) -> None:
+    tensors = {"w": torch.ones(2)}
+    for step, best in ((1, 1), (2, 1), (3, 1), (4, 1), (5, 5), (6, 5)):
+        checkpoint.save(tmp_path, step=step, tensors=tensors, values={}, keep=2, best=best)
+        assert best in checkpoint.steps(tmp_path)
+    assert checkpoint.steps(tmp_path) == [5, 6]
+    for step in (7, 8):
+        checkpoint.save(tmp_path, step=step, tensors=tensors, values={}, keep=2, best=5)
+    assert checkpoint.steps(tmp_path) == [5, 7, 8]
+
+
+def test_the_checkpoint_of_one_step_is_verified_when_it_is_loaded(tmp_path: Path) -> None:
+    path = write(tmp_path, 3)
+    assert torch.equal(checkpoint.load(tmp_path, 3).tensors["w"], torch.full((4, 3), 3.0))
+    (path / checkpoint.VALUES).write_text("{}", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="does not match its manifest"):
+        checkpoint.load(tmp_path, 3)
+    with pytest.raises(CheckpointError, match="step-00000004 cannot be read"):
+        checkpoint.load(tmp_path, 4)
