@@ -51,7 +51,7 @@ class HostStates(torch.optim.Optimizer):
             for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True)
             for parameter in group["params"]
         }
-        self._side = torch.Stream(device) if backend_of(device).streams else None
+        self._side = torch.Stream(device=device) if backend_of(device).streams else None
         self._sent: dict[nn.Parameter, torch.Event | None] = {}
 
     def master(self, parameter: nn.Parameter) -> Tensor:

@@ -25,8 +25,8 @@ class Muon:
 
     The factor makes the root mean square of a step that of AdamW's (Liu et al. 2025, "Muon is scalable for LLM
     training"), so that it takes AdamW's rates and decay. A stack of matrices (experts) is stepped one by one. The
-    product is in bf16 on cards; CPUs without 16-bit units are faster in fp32. Beside the momentum it takes about four
-    times the largest matrix in that format. Group: lr, momentum, weight_decay.
+    products are in bf16 on cards; CPUs without 16-bit units are faster in fp32. Beside the momentum a number of the
+    largest matrix takes 14 bytes for a time, 20 where the products are in fp32. Group: lr, momentum, weight_decay.
     """
 
     states: Final = (StateSpec(MOMENTUM, signed=True),)
