@@ -1,4 +1,4 @@
-"""Each optimizer against torch's own class or its paper's formula: whole and in chunks, fp32 and bf16, 32 bits and few."""
+"""Each optimizer against torch's own class or its paper's formula: in chunks, in fp32 and bf16, with few bits."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from vramfit.engine.adamw import AdamW
 from vramfit.engine.chunked import SMALL, ChunkedOptimizer, Rule
 from vramfit.engine.lion import Lion
 from vramfit.engine.muon import Muon, orthogonal
+from vramfit.engine.peak import _highest_rise
 from vramfit.engine.sgd import Sgd
 
 RATE, DECAY, STEPS = 1e-2, 0.1, 20
@@ -201,3 +202,29 @@ def test_a_step_is_seen_by_who_watches_for_changes():
     before = [parameter._version for parameter in parameters]
     train(parameters, own(parameters, "adamw"), 1)
     assert all(parameter._version > version for parameter, version in zip(parameters, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "dtype"),
+    [
+        ("adamw", 8, torch.float32),
+        ("adamw", 4, torch.bfloat16),
+        ("adamw", 32, torch.bfloat16),
+        ("lion", 8, torch.bfloat16),
+        ("sgd", 32, torch.bfloat16),
+        ("adafactor", 32, torch.bfloat16),
+    ],
+)
+def test_what_a_step_takes_beside_the_states_does_not_grow_with_the_weight(name, bits, dtype):
+    """At most 32 bytes a number of a chunk, whatever there is beside it."""
+    chunk, most = 2**13, []
+    for rows in (64, 512):
+        shapes = [(rows, 1024)]
+        parameters = weights(shapes, dtype=dtype)
+        optimizer = own(parameters, name, bits=bits, chunk_numbers=chunk)
+        train(parameters, optimizer, 1, shapes=shapes)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            optimizer.step()
+        most.append(_highest_rise(profile))
+    rows_and_columns = 2 * 4 * (512 + 1024) if name == "adafactor" else 0
+    assert 0 < most[1] <= most[0] + rows_and_columns and most[0] < 32 * chunk
