@@ -558,7 +558,7 @@ class Work:
         rows = min(self.tokens, self.plan.loss_chunk_tokens or self.tokens)
         picked = float(self.formats.residual * hidden * self.tokens)
         if self.plan.loss == "fused" and self.plan.compute not in ("fp32", "tf32"):
-            entry = self.program.logits["chunked"]
+            entry = self._chunk_bytes
         if not self.program.logits_kept:
             return entry * rows * vocab + picked, self.head_gradient
         # All chunks' losses run before any head's backward, which adds one chunk's gradient of the head to the others'.
@@ -569,8 +569,19 @@ class Work:
     @property
     def logit_bytes(self) -> float:
         """Bytes per token and vocabulary entry of the plan's loss."""
+        if self.plan.loss == "chunked":
+            return self._chunk_bytes
         narrow = self.program.logits_in_compute and self.formats.compute < 4
         return self.program.logits[self.plan.loss] * (0.5 if narrow else 1.0)
+
+    @property
+    def _chunk_bytes(self) -> float:
+        """The same in chunks. A CPU writes logarithms over logits that the family leaves as they are: fp32 beside the
+        narrow ones they come from, or go back to."""
+        if self.plan.device == "cpu" and self.architecture.plain_logits and not self.program.logits_kept:
+            return 4.0 + (self.formats.compute if self.formats.compute < 4 else 0)
+        narrow = self.program.logits_in_compute and self.formats.compute < 4
+        return self.program.logits["chunked"] * (0.5 if narrow else 1.0)
 
     @property
     def held_logits(self) -> float:
@@ -688,15 +699,13 @@ class Work:
 
     @property
     def evaluated_logits(self) -> float:
-        """Whole logits: themselves and their log-softmax. In chunks: one's fp32 logits with a temporary of logsumexp,
-        or beside those of the chunk before, in the format they are computed in first."""
+        """Whole logits, in the format they are computed in too, and their log-softmax; in chunks what a chunk takes."""
         vocab = self.architecture.vocab_size
-        first = float(self.formats.compute) if self.formats.compute < 4 else 0.0
-        rows = self.tokens
-        if self.plan.loss != "full":
-            rows = min(rows, self.plan.loss_chunk_tokens or rows)
-            first = first if rows < self.tokens else 0.0
-        return min(8.0 + first, self.program.logits["full"]) * rows * vocab
+        if self.plan.loss == "full":
+            first = float(self.formats.compute) if self.formats.compute < 4 else 0.0
+            return min(8.0 + first, self.program.logits["full"]) * self.tokens * vocab
+        rows = min(self.tokens, self.plan.loss_chunk_tokens or self.tokens)
+        return min(self._chunk_bytes or 8.0, self.program.logits["full"]) * rows * vocab
 
 
 def formats_of(architecture: Architecture, plan: Plan, program: Program = OURS, *, length: int = 0) -> Formats:
