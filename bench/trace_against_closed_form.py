@@ -1,12 +1,14 @@
 """The closed form against the traced engine step: python bench/trace_against_closed_form.py [--only NAME] [--json]
 
 Every model of the catalogue that `transformers` builds, at three plans: full fine-tuning with recompute, LoRA that
-keeps its activations, QLoRA in 16 bits with recompute. Goal: within 3 % each. Also prints the slowest trace.
+keeps its activations, QLoRA in 16 bits with recompute. Goal: within 3 % each. Also prints the slowest trace. A model
+with the shape of one before is not traced again. `--rows FILE` adds every comparison to a file as a line of JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -47,10 +49,15 @@ class Compared:
     def error(self) -> float:
         return self.predicted / self.traced - 1
 
+    def line(self) -> str:
+        return (
+            f"{self.name:<46}{self.family:<14}{self.plan:<7}{self.error:+8.2%}  {self.phase:<44}{self.seconds:5.1f} s"
+        )
+
 
 def plans(architecture: Architecture) -> dict[str, Plan]:
     """Three plans of one model."""
-    plain = architecture.plain_logits
+    plain = architecture.chunked_logits
     shared: dict[str, Any] = {
         "device": "cpu",
         "budget_bytes": 0,
@@ -98,45 +105,60 @@ def compare(architecture: Architecture, name: str, plan: Plan) -> Compared:
     )
 
 
+def shape(architecture: Architecture) -> Architecture:
+    """What a trace depends on: two models that differ in their names alone are one."""
+    return dataclasses.replace(architecture, name="", published_params=None)
+
+
+def chosen(only: str, *, one_per_family: bool) -> tuple[list[Architecture], int]:
+    """(models to trace, how many others have the shape of one of them)."""
+    models: dict[Architecture, Architecture] = {}
+    families: set[str] = set()
+    alike = 0
+    for name in catalogue.known():
+        model = catalogue.find(name)
+        assert model is not None
+        if only not in f"{name} {model.family}" or (one_per_family and model.family in families):
+            continue
+        families.add(model.family)
+        alike += shape(model) in models
+        models.setdefault(shape(model), model)
+    return list(models.values()), alike
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="models whose name or family contains this")
     parser.add_argument("--one-per-family", action="store_true", help="the first model of each family")
+    parser.add_argument("--rows", type=Path, help="file to which every comparison is added, a JSON object a line")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     rows: list[Compared] = []
     skipped: dict[str, str] = {}
-    families: set[str] = set()
-    for model in catalogue.known():
-        architecture = catalogue.find(model)
-        assert architecture is not None
-        if options.only not in f"{model} {architecture.family}" or (
-            options.one_per_family and architecture.family in families
-        ):
-            continue
-        families.add(architecture.family)
-        for name, plan in plans(architecture).items():
+    models, alike = chosen(options.only, one_per_family=options.one_per_family)
+    for model in models:
+        for name, plan in plans(model).items():
             try:
-                rows.append(compare(architecture, name, plan))
+                row = compare(model, name, plan)
             except ModelError as error:
-                skipped[model] = error.what
+                skipped[model.name] = error.what
                 break
             except Exception as error:
-                skipped[f"{model} {name}"] = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
+                skipped[f"{model.name} {name}"] = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
                 continue
+            rows.append(row)
             if not options.json:
-                row = rows[-1]
-                print(
-                    f"{row.name:<46}{row.family:<14}{row.plan:<7}{row.error:+8.2%}  {row.phase:<44}"
-                    f"{row.seconds:5.1f} s",
-                    flush=True,
-                )
+                print(row.line(), flush=True)
+            if options.rows:
+                with options.rows.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({**dataclasses.asdict(row), "error": row.error}) + "\n")
     figures = {
         "compared": len(rows),
         "within goal": sum(abs(row.error) <= GOAL for row in rows),
         "worst": max((abs(row.error) for row in rows), default=None),
         "slowest seconds": max((row.seconds for row in rows), default=None),
+        "of the shape of another": alike,
         "skipped": skipped,
     }
     print(json.dumps(figures, indent=1))

@@ -8,7 +8,7 @@ import pytest
 
 from vramfit.models import catalogue
 from vramfit.models.architecture import Architecture
-from vramfit.planning.block import Formats, block_memory
+from vramfit.planning.block import Formats, block_memory, block_tape
 from vramfit.planning.program import Kernels
 from vramfit.planning.tape import Moment
 
@@ -83,6 +83,79 @@ def test_the_first_frozen_block_keeps_nothing_for_its_first_norm() -> None:
     first = block_memory(llama_8b(), 0, formats, input_grad=False)
 
     assert first.saved < block_memory(llama_8b(), 0, formats).saved
+
+
+def found(name: str) -> Architecture:
+    architecture = catalogue.find(name)
+    assert architecture is not None
+    return architecture
+
+
+def saved(name: str, layer: int = 1, **formats: object) -> float:
+    return block_memory(found(name), layer, dataclasses.replace(BF16_FULL, **formats)).saved  # type: ignore[arg-type]
+
+
+def test_only_blocks_that_slide_keep_a_mask() -> None:
+    """Gemma 3 270M: five of six blocks slide; their mask is 16 bits for every position looked at."""
+    with_mask = saved("google/gemma-3-270m", 0, window=True, length=1024)
+
+    assert with_mask - saved("google/gemma-3-270m", 0) == pytest.approx(2 * 1024)
+    assert saved("google/gemma-3-270m", 5, window=True, length=1024) == saved("google/gemma-3-270m", 5)
+
+
+def test_attention_without_a_kernel_keeps_its_scores_in_fp32() -> None:
+    """DeepSeek-V2-Lite on a CPU: 16 heads, keys of 192, values of 128 numbers. Scaled queries and keys, scores and
+    values in fp32; the fused kernel keeps queries, keys, the product that holds the values, its result, a number a
+    head."""
+    in_memory = saved("deepseek-ai/DeepSeek-V2-Lite", attention="math", length=512)
+    fused = 2 * 16 * (192 + 192 + 256 + 128) + 4 * 16
+    # The result is kept there, too: the output projection trains.
+    math = 4 * 16 * (192 + 192 + 128 + 512) + 2 * 16 * 128
+
+    assert in_memory - saved("deepseek-ai/DeepSeek-V2-Lite") == pytest.approx(math - fused)
+
+
+def test_sinks_keep_the_softmax_alone() -> None:
+    """GPT-OSS: no fp32 and no second copy of the scores: 64 heads, 16 bits; keys and values for every head."""
+    short, long = (saved("openai/gpt-oss-20b", attention="eager", length=length) for length in (512, 1024))
+
+    assert long - short == pytest.approx(2 * 64 * 512)
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_a_pair"), [("bigscience/bloom-560m", 2), ("mosaicml/mpt-7b", 2), ("google/gemma-2-2b", 0)]
+)
+def test_what_a_block_returns_of_attention(name: str, bytes_a_pair: int) -> None:
+    block = block_memory(found(name), 1, dataclasses.replace(BF16_FULL, attention="eager", length=256))
+
+    assert block.returned == bytes_a_pair * found(name).heads * 256
+
+
+def test_distances_in_fp32_widen_the_scores() -> None:
+    """The worst moment of a forward that keeps nothing. MPT: scores, their softmax, both fp32, and its 16-bit copy. A
+    family whose mask is in 16 bits has those scores beside their fp32 copy."""
+    formats = dataclasses.replace(BF16_FULL, attention="eager", length=4096)
+    pairs = {name: found(name).heads * 4096 for name in ("mosaicml/mpt-7b", "meta-llama/Llama-2-7b-hf")}
+    highest = {name: worst(block_memory(found(name), 1, formats).evaluation) for name in pairs}
+
+    for name in pairs:
+        assert highest[name] / pairs[name] == pytest.approx(10, abs=0.5)
+
+
+def test_variables_of_a_module_live_until_it_returns() -> None:
+    """LoRA keeps its own copies of what the norm gives the MLP; the norm's result lives through it all the same."""
+    formats = Formats(
+        residual=2, compute=2, trains=False, autocast=True, adapted=frozenset({"down_proj"}), rank=8, quantised=True
+    )
+    tape, _ = block_tape(llama_8b(), 1, formats)
+    given = next(operation for operation in tape.operations if operation.name == "up_proj").inputs[0]
+    freed = next(
+        step.operation.name
+        for step in tape.forward_steps()
+        if any(change.number == given.storage and change.size < 0 for change in step.changes)
+    )
+
+    assert freed == "add"  # of the last adapter
 
 
 @pytest.mark.parametrize("name", catalogue.known())

@@ -11,8 +11,9 @@ import pytest
 
 from vramfit.models import catalogue
 from vramfit.models.architecture import Architecture
-from vramfit.planning.memory import adapter_params, estimate_memory, trained_params
-from vramfit.planning.plan import Plan, Workload
+from vramfit.planning.memory import Work, adapter_params, estimate_memory, trained_params
+from vramfit.planning.plan import MemoryEstimate, PhaseMemory, Plan, Workload
+from vramfit.planning.program import OURS
 from vramfit.units import GIB
 
 BENCH = Path(__file__).parents[3] / "bench" / "memory_against_cpu.py"
@@ -133,3 +134,47 @@ def test_what_trains_is_all_or_the_adapters(plan: Callable[..., Plan]) -> None:
 
     assert trained_params(architecture, plan()) == architecture.params
     assert trained_params(architecture, plan(lora_rank=4, lora_targets=("all-linear",))) < architecture.params / 50
+
+
+def phase(estimate: MemoryEstimate, name: str) -> PhaseMemory:
+    return next(phase for phase in estimate.phases if phase.name == name)
+
+
+def test_evaluation_is_a_block_or_the_logits_never_both(
+    plan: Callable[..., Plan], workload: Callable[..., Workload]
+) -> None:
+    architecture = model("EleutherAI/pythia-70m")
+    small, large = (
+        phase(
+            estimate_memory(architecture, plan(method="full", loss="chunked", loss_chunk_tokens=rows), workload()),
+            "evaluation",
+        )
+        for rows in (1, 64)
+    )
+
+    assert small.parts["logits"] == 0 < small.parts["working"]
+    assert large.parts["logits"] > 0
+    assert large.parts["working"] < small.parts["working"]
+
+
+def test_a_mask_over_all_positions_is_in_every_block_of_gpt_neo(
+    plan: Callable[..., Plan], workload: Callable[..., Workload]
+) -> None:
+    architecture = model("EleutherAI/gpt-neo-125m")
+    loaded = phase(estimate_memory(architecture, plan(method="full", attention="eager"), workload()), "load")
+
+    assert loaded.parts["weights"] == 4 * architecture.params + 12 * 2048**2
+
+
+def test_scores_that_a_block_returns_are_there_in_the_next_ones_forward(
+    plan: Callable[..., Plan], workload: Callable[..., Workload]
+) -> None:
+    """BLOOM's forward of recomputed blocks keeps nothing, yet what the block before returned is still in a variable."""
+    architecture = model("bigscience/bloom-560m")
+    wish = plan(method="full", attention="eager", recompute=24)
+    work = Work.of(architecture, wish, workload(), OURS)
+    inside = max(moment.per_token for moment in work.blocks[23].evaluation) * work.tokens
+
+    assert work.forward_phase().parts["working"] == pytest.approx(
+        inside + 4 * architecture.heads * work.length * work.tokens, abs=1
+    )
