@@ -69,6 +69,15 @@ class Tier(Protocol):
         """The block's flat buffer where it lies in RAM, ready to be copied from; None where it has to be read."""
 
 
+class StoredTier(Tier, Protocol):
+    """A tier that keeps its numbers in fewer bytes than the device computes with."""
+
+    stored: Sequence[Layout]
+
+    def read_stored(self, block: int, into: Tensor) -> int:
+        """Copy a block into a flat CPU buffer as it is stored, by `stored`. Returns the bytes read."""
+
+
 @dataclass(kw_only=True)
 class Traffic:
     """What came to the device since the run began: bytes, blocks, and seconds the computation waited for them."""
@@ -162,12 +171,17 @@ class BlockStream:
 
     def _fetch_ahead(self, block: int, direction: Direction) -> None:
         """Begin to bring the next block that does not stay, unless every slot holds something needed sooner."""
+        ahead = self._ahead_of(block, direction)
+        if ahead is not None and self._slot_of(ahead) is None and len(self._slots) > 1:
+            self._fetch(ahead, direction)
+
+    def _ahead_of(self, block: int, direction: Direction) -> int | None:
+        """The next block that does not stay; None where the way turns."""
         step = 1 if direction == "up" else -1
         ahead = block + step
         while ahead in self._resident:
             ahead += step
-        if 0 <= ahead < self._count and self._slot_of(ahead) is None and len(self._slots) > 1:
-            self._fetch(ahead, direction)
+        return ahead if 0 <= ahead < self._count else None
 
     def _fetch(self, block: int, direction: Direction) -> _Slot:
         """Into the slot whose block is needed last of all: the farthest behind. Never into the one computed with."""
@@ -245,3 +259,70 @@ class BlockStream:
     def _staging_buffers(self, nbytes: int) -> list[Tensor]:
         needed = self._copies is not None and any(self.tier.resident(block) is None for block in range(self._count))
         return [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)] if needed else []
+
+
+class WideningStream(BlockStream):
+    """For a device that is the processor and computes with more bytes than are stored (fp32 from bf16).
+
+    The next block is read as it is stored, beside the one slot it is widened into when its turn comes: a quarter less
+    memory than two slots, for a pass over the block's bytes at each visit.
+    """
+
+    def __init__(self, tier: StoredTier, device: torch.device, *, resident: Collection[int] = ()) -> None:
+        super().__init__(tier, device, resident=resident, slots=1)
+        self._stored = tier
+        visiting = [layout.nbytes for block, layout in enumerate(tier.stored) if block not in self._resident]
+        self._narrow = torch.empty(max(visiting, default=0), dtype=torch.uint8)
+        self._narrow_block: int | None = None
+        self._coming: Future[float] | None = None
+
+    @property
+    def device_bytes(self) -> int:
+        return super().device_bytes + self._narrow.nbytes
+
+    def forget(self, block: int) -> None:
+        super().forget(block)
+        if self._narrow_block == block:
+            self._arrive()
+            self._narrow_block = None
+
+    def _fetch(self, block: int, direction: Direction) -> _Slot:
+        slot = self._slots[0]
+        if self._narrow_block != block:
+            self._read_ahead(block)
+        self._arrive()
+        narrow, wide = self._stored.stored[block].views(self._narrow), self.tier.layouts[block].views(slot.flat)
+        for name, tensor in wide.items():
+            tensor.copy_(narrow[name])
+        slot.block, self._narrow_block = block, None
+        return slot
+
+    def _fetch_ahead(self, block: int, direction: Direction) -> None:
+        ahead = self._ahead_of(block, direction)
+        if ahead is not None and self._narrow_block != ahead and self._slots and self._slots[0].block != ahead:
+            self._read_ahead(ahead)
+
+    def _read_ahead(self, block: int) -> None:
+        self._arrive()
+        self._narrow_block = block
+        self.traffic.visits += 1
+        self.traffic.moved_bytes += self._stored.stored[block].nbytes
+        self._coming = self._fetcher.submit(self._read_narrow, block)
+
+    def _read_narrow(self, block: int) -> float:
+        began = time.perf_counter()
+        self._stored.read_stored(block, self._narrow)
+        return time.perf_counter() - began
+
+    def _arrive(self) -> None:
+        if self._coming is None:
+            return
+        began = time.perf_counter()
+        coming, self._coming = self._coming, None
+        try:
+            self.traffic.read_seconds += coming.result()
+        except BaseException:
+            self._narrow_block = None
+            raise
+        finally:
+            self.traffic.waited_seconds += time.perf_counter() - began

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -78,6 +78,37 @@ class PeakMeter:
             storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)
         }
         return sum(storages.values())
+
+
+class VisitsPeak(PeakMeter):
+    """For blocks that visit: all visits are alike, so one is followed instead of a whole step, whose records alone
+    would take more memory than the step may have. `held` says what the stream and the waiting inputs take."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, held: Callable[[], int]
+    ) -> None:
+        super().__init__(model, optimizer, device)
+        self._held = held
+        self._wanted = False
+
+    @contextlib.contextmanager
+    def watch(self, tokens: int) -> Iterator[None]:
+        self._steps += 1
+        self._wanted = self._device.type == "cpu" and (self._steps <= 2 or tokens > self._largest_tokens)
+        self._largest_tokens = max(tokens, self._largest_tokens)
+        yield
+
+    @contextlib.contextmanager
+    def visit(self) -> Iterator[None]:
+        """Around one block's backward with one micro-batch; only a step's first is followed."""
+        if not self._wanted or torch._C._autograd._profiler_enabled():
+            yield
+            return
+        self._wanted = False
+        self._at_rest = self._live_bytes() + self._held()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            yield
+        self._cpu_peak = max(self._cpu_peak, self._at_rest + _highest_rise(profile))
 
 
 def _highest_rise(profile: torch.profiler.profile) -> int:

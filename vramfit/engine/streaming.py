@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from vramfit.engine.evaluation import evaluation_mode
 from vramfit.engine.head import base_model
 from vramfit.engine.loss import Batch, Targets, model_inputs, targets_of
+from vramfit.engine.peak import VisitsPeak
 from vramfit.engine.precision import fp32_products
 from vramfit.engine.randomness import random_state, set_random_state
 from vramfit.engine.resident import Piece, ResidentExecutor, Trained, _no_tokens
@@ -42,16 +43,26 @@ class StreamingExecutor(ResidentExecutor):
         max_grad_norm: float = 1.0,
         **options: Any,
     ) -> None:
-        self._visits = visits
+        self.visits = visits
+        self._peak: VisitsPeak
         self._waiting = WaitingInputs(plan.input_tier, torch.device(plan.device))
         self._micro_batches = max(1, plan.accumulation)
         # Each block is recomputed here anyway: it must not do so by itself as well.
         resident = dataclasses.replace(plan, recompute=0, compress=0, input_tier="device", weights_tier="device")
         super().__init__(model, plan=resident, optimizer=optimizer, max_grad_norm=max_grad_norm, **options)
+        self._peak = VisitsPeak(
+            model, optimizer, self.device, lambda: visits.stream.device_bytes + self._waiting.nbytes
+        )
         self._draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
         self._embedding_trains = any(
             value.requires_grad and not _is_in_blocks(name, visits) for name, value in model.named_parameters()
         )
+
+    def check(self) -> None:
+        """Raise ModelError when this model's blocks cannot be taken apart: found on three tokens, before step 1."""
+        tokens = torch.arange(3, device=self.device).unsqueeze(0)
+        with evaluation_mode(self.model), self._computing():
+            self.visits.check(lambda: self._decoder(input_ids=tokens, use_cache=False))
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[float, int]:
         """As in ResidentExecutor, as many micro-batches at a time as a step has."""
@@ -67,7 +78,7 @@ class StreamingExecutor(ResidentExecutor):
                 for piece, each, end in zip(pieces, targets, hidden, strict=True):
                     if each.count == 0:
                         continue
-                    with self._visits.given(end):
+                    with self.visits.given(end):
                         total += self._sums(piece, each).cross_entropy.item()
                     tokens, weight = tokens + each.count, weight + each.weight
         if tokens == 0:
@@ -93,15 +104,15 @@ class StreamingExecutor(ResidentExecutor):
 
     def _forward(self, pieces: Sequence[Piece], *, keep: bool) -> tuple[list[Tensor], list[list[Call]]]:
         """(what the last block gives for each piece, each piece's calls of the blocks); inputs wait where planned."""
-        caught = [self._visits.catch(lambda piece=piece: self._call_decoder(piece)) for piece in pieces]  # type: ignore[misc]
+        caught = [self.visits.catch(lambda piece=piece: self._call_decoder(piece)) for piece in pieces]  # type: ignore[misc]
         hidden = [each.hidden for each in caught]
-        for block in range(len(self._visits.blocks)):
-            with self._visits.present(block, "up"):
+        for block in range(len(self.visits.blocks)):
+            with self.visits.present(block, "up"):
                 for index, each in enumerate(caught):
                     if keep:
                         self._waiting.put((block, index), hidden[index], self._drawn())
                     with self._computing():
-                        hidden[index] = self._visits.compute(block, hidden[index], each.calls[block])
+                        hidden[index] = self.visits.compute(block, hidden[index], each.calls[block])
         return hidden, [each.calls for each in caught]
 
     def _losses(
@@ -112,7 +123,7 @@ class StreamingExecutor(ResidentExecutor):
         for index, (piece, each) in enumerate(kept):
             end = hidden[index].detach().requires_grad_()
             hidden[index] = end.detach()[:0]  # not needed any more, and large
-            with self._visits.given(end):
+            with self.visits.given(end):
                 sums = self._sums(piece, each, gradient_scale=factor)
             (sums.objective * factor).backward()  # type: ignore[no-untyped-call]
             losses.append(sums.cross_entropy)
@@ -123,8 +134,8 @@ class StreamingExecutor(ResidentExecutor):
     def _backward(self, upstream: list[Tensor], calls: Sequence[Sequence[Call]]) -> None:
         """Through the blocks in reverse. `upstream` [pieces] becomes the gradient of the first block's inputs."""
         after = random_state(self.device) if self._draws else None
-        for block in reversed(range(len(self._visits.blocks))):
-            with self._visits.present(block, "down"):
+        for block in reversed(range(len(self.visits.blocks))):
+            with self.visits.present(block, "down"):
                 for index in range(len(upstream)):
                     self._backward_of(block, index, upstream, calls[index][block])
         if after is not None:
@@ -135,17 +146,21 @@ class StreamingExecutor(ResidentExecutor):
         if drawn is not None:
             set_random_state(self.device, drawn)
         start = start.detach().requires_grad_()
-        with torch.enable_grad(), self._computing():
-            end = self._visits.compute(block, start, call)
-        torch.autograd.backward(end, upstream[index])
+        with self._peak.visit():
+            self._backward_through(block, start, call, upstream[index])
         assert start.grad is not None
         upstream[index] = start.grad
+
+    def _backward_through(self, block: int, start: Tensor, call: Call, upstream: Tensor) -> None:
+        with torch.enable_grad(), self._computing():
+            end = self.visits.compute(block, start, call)
+        torch.autograd.backward(end, upstream)
 
     def _before_blocks(self, pieces: Sequence[Piece], upstream: Sequence[Tensor]) -> None:
         """Gradients of what comes before the blocks: their forward once more, now to be differentiated."""
         for piece, gradient in zip(pieces, upstream, strict=True):
             with torch.enable_grad():
-                caught = self._visits.catch(lambda piece=piece: self._call_decoder(piece))  # type: ignore[misc]
+                caught = self.visits.catch(lambda piece=piece: self._call_decoder(piece))  # type: ignore[misc]
             if caught.hidden.requires_grad:
                 torch.autograd.backward(caught.hidden, gradient)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from vramfit.engine.blocks import Layout
 from vramfit.errors import CheckpointError, OutOfDisk
+from vramfit.positioned import PositionedFile
 from vramfit.units import format_bytes
 
 
@@ -22,13 +22,22 @@ class Source(Protocol):
 
 
 class FilesTier:
-    """Frozen blocks in the model's own files: nothing is copied, whatever the model's size."""
+    """Frozen blocks in the model's own files: nothing is copied, whatever the model's size.
 
-    def __init__(self, layouts: Sequence[Layout], sources: Sequence[Mapping[str, Source]]) -> None:
-        self.layouts, self._sources = layouts, sources
+    `stored` are the layouts of the blocks in the formats of the files.
+    """
+
+    def __init__(
+        self, layouts: Sequence[Layout], sources: Sequence[Mapping[str, Source]], stored: Sequence[Layout]
+    ) -> None:
+        self.layouts, self._sources, self.stored = layouts, sources, stored
 
     def read(self, block: int, into: Tensor) -> int:
         views = self.layouts[block].views(into)
+        return sum(self._sources[block][name].read_into(view) for name, view in views.items())
+
+    def read_stored(self, block: int, into: Tensor) -> int:
+        views = self.stored[block].views(into)
         return sum(self._sources[block][name].read_into(view) for name, view in views.items())
 
     def resident(self, block: int) -> Tensor | None:
@@ -63,65 +72,41 @@ class DiskTier:
             self._starts.append(self._starts[-1] + layout.nbytes)
         self.written_bytes = 0
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w+b", buffering=0)
-        self._reserve()
+        self._file = PositionedFile(path, write=True)
+        try:
+            self._file.reserve(self._starts[-1])  # a disk that is too small is known before step 1
+        except OSError as error:
+            self.close()
+            raise self._no_room(error) from error
 
     def read(self, block: int, into: Tensor) -> int:
         view = into[: self.layouts[block].nbytes].numpy().data
-        done = 0
-        while done < len(view):
-            read = self._at(self._starts[block] + done, view[done:], write=False)
-            if read == 0:
-                raise CheckpointError(
-                    f"{self.path} has been cut off: block {block} ends after {done:,} of {len(view):,} bytes",
-                    "Resume the run: the file is made anew from its last checkpoint.",
-                )
-            done += read
-        return len(view)
+        read = self._file.read_into(self._starts[block], view)
+        if read < len(view):
+            raise CheckpointError(
+                f"{self.path} has been cut off: block {block} ends after {read:,} of {len(view):,} bytes",
+                "Resume the run: the file is made anew from its last checkpoint.",
+            )
+        return read
 
     def resident(self, block: int) -> Tensor | None:
         return None
 
     def write(self, block: int, flat: Tensor) -> None:
         """Write a whole block. Raises OutOfDisk."""
-        view = flat[: self.layouts[block].nbytes].numpy().data
-        done = 0
+        nbytes = self.layouts[block].nbytes
         try:
-            while done < len(view):
-                done += self._at(self._starts[block] + done, view[done:], write=True)
+            self._file.write_from(self._starts[block], flat[:nbytes].numpy().data)
         except OSError as error:
             raise self._no_room(error) from error
-        self.written_bytes += len(view)
+        self.written_bytes += nbytes
 
     def close(self) -> None:
         self._file.close()
         self.path.unlink(missing_ok=True)
-
-    def _at(self, offset: int, view: memoryview, *, write: bool) -> int:
-        if hasattr(os, "preadv"):
-            call = os.pwritev if write else os.preadv
-            return call(self._file.fileno(), [view], offset)
-        self._file.seek(offset)
-        return int((self._file.write(view) if write else self._file.readinto(view)) or 0)
-
-    def _reserve(self) -> None:
-        """All of its room at once, so that a disk that is too small is known before step 1."""
-        total = self._starts[-1]
-        try:
-            if total and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._file.fileno(), 0, total)
-            else:
-                self._file.truncate(total)
-        except OSError as error:
-            self.close()
-            raise self._no_room(error) from error
 
     def _no_room(self, error: OSError) -> OutOfDisk:
         return OutOfDisk(
             f"{self.path.parent} has no room for {format_bytes(self._starts[-1])} of blocks ({error.strerror})",
             "Free some space, or put the data folder on a larger disk.",
         )
-
-
-def total_bytes(layouts: Iterable[Layout]) -> int:
-    return sum(layout.nbytes for layout in layouts)

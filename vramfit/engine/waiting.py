@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
+import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vramfit.planning.plan import Tier
+from vramfit.positioned import PositionedFile
 
 Key = tuple[int, int]
 """(block, micro-batch)"""
@@ -22,7 +26,7 @@ class WaitingInputs:
         self.tier = "device" if tier == "host" and device.type == "cpu" else tier
         self.device = device
         self._there: dict[Key, tuple[Any, dict[str, Tensor] | None]] = {}
-        self._file: Any = None
+        self._file: PositionedFile | None = None
         self._end = 0
 
     def put(self, key: Key, hidden: Tensor, drawn: dict[str, Tensor] | None) -> None:
@@ -44,6 +48,11 @@ class WaitingInputs:
             kept = self._read(*kept).to(self.device)
         return kept, drawn
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(kept.nbytes for kept, _ in self._there.values()) if self.tier == "device" else 0
+
     def clear(self) -> None:
         """What an attempt that failed has left."""
         self._there.clear()
@@ -51,16 +60,23 @@ class WaitingInputs:
 
     def _written(self, hidden: Tensor) -> tuple[int, torch.Size, torch.dtype]:
         if self._file is None:
-            self._file = tempfile.TemporaryFile(prefix="vramfit-inputs-")  # noqa: SIM115 - kept open for the whole run
+            handle, name = tempfile.mkstemp(prefix="vramfit-inputs-")
+            os.close(handle)
+            self._file = PositionedFile(Path(name), write=True)
+            weakref.finalize(self, _remove, self._file)
         place = self._end
         flat = hidden.detach().contiguous().cpu().view(-1).view(torch.uint8)
-        self._file.seek(place)
-        self._file.write(flat.numpy().data)
+        self._file.write_from(place, flat.numpy().data)
         self._end = place + flat.numel()
         return place, hidden.shape, hidden.dtype
 
     def _read(self, place: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         found = torch.empty(shape, dtype=dtype)
-        self._file.seek(place)
-        self._file.readinto(found.view(-1).view(torch.uint8).numpy().data)
+        assert self._file is not None
+        self._file.read_into(place, found.view(-1).view(torch.uint8).numpy().data)
         return found
+
+
+def _remove(file: PositionedFile) -> None:
+    file.close()
+    file.path.unlink(missing_ok=True)

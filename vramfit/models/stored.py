@@ -7,7 +7,6 @@ error that can be told, where a map would end the process.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from vramfit.errors import ModelError
 from vramfit.models.files import check_safetensors, weight_files
+from vramfit.positioned import PositionedFile
 
 DTYPES: Final = {
     "F64": torch.float64,
@@ -44,36 +44,19 @@ class WeightFile:
     def __init__(self, path: Path) -> None:
         check_safetensors(path)
         self.path = path
-        self._file = path.open("rb", buffering=0)
-        self._known = self._state()
+        self._file = PositionedFile(path)
+        self._known = self._file.state()
 
     def read_into(self, offset: int, into: Tensor) -> None:
         """Fill a contiguous CPU tensor with the bytes from `offset` on. Raises ModelError when the file has changed."""
         view = into.view(-1).view(torch.uint8).numpy().data
-        done = 0
-        while done < len(view):
-            read = _read_at(self._file, view[done:], offset + done)
-            if read == 0 or self._state() != self._known:
-                raise ModelError(
-                    f"{self.path} has changed since the run began: it has {self._state()[0]:,} bytes, it had "
-                    f"{self._known[0]:,}",
-                    "Put the file back as it was and resume the run.",
-                )
-            done += read
-
-    def _state(self) -> tuple[int, int]:
-        found = os.fstat(self._file.fileno())
-        return found.st_size, found.st_mtime_ns
-
-    def __reduce__(self) -> tuple[type[WeightFile], tuple[Path]]:
-        return WeightFile, (self.path,)
-
-
-def _read_at(file: Any, into: memoryview, offset: int) -> int:
-    if hasattr(os, "preadv"):
-        return os.preadv(file.fileno(), [into], offset)
-    file.seek(offset)  # Windows: one reader at a time, which holds here: one thread fetches
-    return int(file.readinto(into) or 0)
+        read = self._file.read_into(offset, view)
+        now = self._file.state()
+        if read < len(view) or now != self._known:
+            raise ModelError(
+                f"{self.path} has changed since the run began: it has {now[0]:,} bytes, it had {self._known[0]:,}",
+                "Put the file back as it was and resume the run.",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ At no moment is more than one block in memory beside what the tier itself takes.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from vramfit.config import ModelChoice, RunConfig
 from vramfit.engine.activations import find_blocks
-from vramfit.engine.blocks import BlockStream, Layout, Tier
+from vramfit.engine.blocks import BlockStream, Layout, Tier, WideningStream
 from vramfit.engine.nf4 import PARTS, Nf4Linear, part_shapes, quantise
 from vramfit.engine.precision import DTYPES
 from vramfit.engine.tiers import DiskTier, FilesTier, RamTier
@@ -61,8 +62,11 @@ def open_streamed(
     device = torch.device(plan.device)
     _load_outside(model, prefix, sources, device, on_tier=plan.weights_tier)
     whole = attach(model) if attach is not None else model
-    stream = BlockStream(tier, device, resident=range(min(plan.resident_blocks, len(blocks))))
-    return whole, VisitedBlocks(whole, stream)
+    stay = range(min(plan.resident_blocks, len(blocks)))
+    stored = sum(layout.nbytes for layout in tier.stored) if isinstance(tier, FilesTier) else math.inf
+    if isinstance(tier, FilesTier) and device.type == "cpu" and stored < sum(layout.nbytes for layout in tier.layouts):
+        return whole, VisitedBlocks(whole, WideningStream(tier, device, resident=stay))
+    return whole, VisitedBlocks(whole, BlockStream(tier, device, resident=stay))
 
 
 # --- the tier --------------------------------------------------------------------------------------------------------
@@ -71,7 +75,9 @@ def open_streamed(
 def _tier(plan: Plan, blocks: Sequence[nn.Module], own: Sequence[Mapping[str, Source]], scratch: Path) -> Tier:
     layouts = [Layout(_tensors_of(block)) for block in blocks]
     if plan.weight_format != "nf4" and plan.weights_tier == "disk":
-        return FilesTier(layouts, own)
+        return FilesTier(
+            layouts, own, [_as_stored(layout, sources) for layout, sources in zip(layouts, own, strict=True)]
+        )
     if plan.weights_tier == "disk":
         disk = DiskTier(layouts, scratch / "blocks.bin")
         _fill(blocks, layouts, own, disk.write)
@@ -79,6 +85,12 @@ def _tier(plan: Plan, blocks: Sequence[nn.Module], own: Sequence[Mapping[str, So
     ram = RamTier(layouts, pinned=plan.device != "cpu")
     _fill(blocks, layouts, own, ram.write)
     return ram
+
+
+def _as_stored(layout: Layout, sources: Mapping[str, Source]) -> Layout:
+    """The layout of a block in the formats of its files; what is put together on the way is as it is computed with."""
+    formats = {name: getattr(sources[name], "dtype", place.dtype) for name, place in layout.places.items()}
+    return Layout({name: (place.shape, formats[name]) for name, place in layout.places.items()})
 
 
 def _fill(

@@ -1,0 +1,61 @@
+"""A file read and written at positions, straight into and out of buffers; closed when its owner is gone."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from pathlib import Path
+
+
+class PositionedFile:
+    """Reads and writes go on until all is done or the file ends. For one thread at a time. Raises OSError."""
+
+    def __init__(self, path: Path, *, write: bool = False) -> None:
+        flags = (os.O_RDWR | os.O_CREAT | os.O_TRUNC) if write else os.O_RDONLY
+        self.path = path
+        self.descriptor = os.open(path, flags | getattr(os, "O_BINARY", 0), 0o600)
+        self._close = weakref.finalize(self, os.close, self.descriptor)
+
+    def read_into(self, offset: int, view: memoryview) -> int:
+        """Fill `view` with the bytes from `offset` on. Returns how many there were: fewer where the file ends."""
+        done = 0
+        while done < len(view):
+            read = self._read_once(view[done:], offset + done)
+            if read == 0:
+                break
+            done += read
+        return done
+
+    def write_from(self, offset: int, view: memoryview) -> None:
+        done = 0
+        while done < len(view):
+            done += self._write_once(view[done:], offset + done)
+
+    def reserve(self, nbytes: int) -> None:
+        """All of its room at once."""
+        if nbytes and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self.descriptor, 0, nbytes)
+        else:
+            os.ftruncate(self.descriptor, nbytes)
+
+    def state(self) -> tuple[int, int]:
+        """(bytes, time of the last change): what tells a file that was changed."""
+        found = os.fstat(self.descriptor)
+        return found.st_size, found.st_mtime_ns
+
+    def close(self) -> None:
+        self._close()
+
+    def _read_once(self, view: memoryview, offset: int) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self.descriptor, [view], offset)
+        os.lseek(self.descriptor, offset, os.SEEK_SET)
+        read = os.read(self.descriptor, len(view))
+        view[: len(read)] = read
+        return len(read)
+
+    def _write_once(self, view: memoryview, offset: int) -> int:
+        if hasattr(os, "pwritev"):
+            return os.pwritev(self.descriptor, [view], offset)
+        os.lseek(self.descriptor, offset, os.SEEK_SET)
+        return os.write(self.descriptor, view)
