@@ -95,6 +95,20 @@ class Recovery:
         row, or the optimizer, finds no room, or when weights had already changed.
         """
         before = _Before(self.optimizer, self.device, self._buffers)
+        watching = self.optimizer.register_step_post_hook(lambda *_: before.note_step())
+        try:
+            return self._repeat(before, accumulate, finish, rows, largest)
+        finally:
+            watching.remove()
+
+    def _repeat(
+        self,
+        before: _Before,
+        accumulate: Callable[[int], Made],
+        finish: Callable[[Made, str], Finished],
+        rows: int,
+        largest: str,
+    ) -> Finished:
         began, story, repeated_finish = time.perf_counter(), _Story(self.rows_are), False
         while True:
             size = min(self.most_rows or rows, rows)
@@ -133,12 +147,11 @@ class Recovery:
 
     def _put_back(self, before: _Before, failure: str, size: int) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        changed, weights = before.changed_weights()
+        changed = before.changed_weights()
         if changed:
             self.most_rows = halves(size)[0]  # for the next attempt of the run
             raise self._wont_fit(
-                f"Memory ran out when {changed} of {weights} tensors of weights and optimizer states had already "
-                "changed, so the step cannot be repeated",
+                f"Memory ran out when {changed} had already changed, so the step cannot be repeated",
                 failure,
                 "Resume from the last checkpoint with a smaller micro-batch.",
             )
@@ -195,11 +208,19 @@ class _Before:
         numpy = sys.modules.get("numpy")  # a person's own loss may draw from it
         self._numpy_random = numpy.random.get_state() if numpy is not None else None
         self._states = set(optimizer.state)
+        self._stepped = False
         self._versions = [(tensor, _version(tensor)) for tensor in [*self._changing(), *buffers.note()]]
 
-    def changed_weights(self) -> tuple[int, int]:
-        """(how many of the trained tensors and optimizer states have changed since, how many there are)."""
-        return sum(_version(tensor) != version for tensor, version in self._versions), len(self._versions)
+    def note_step(self) -> None:
+        """The optimizer has taken a step. torch's fused kernels do not count that as a change of weights (2.13)."""
+        self._stepped = True
+
+    def changed_weights(self) -> str:
+        """What of weights and optimizer states has changed since, in words; "" when nothing has."""
+        if self._stepped:
+            return "weights"
+        changed = sum(_version(tensor) != version for tensor, version in self._versions)
+        return f"{changed} of {len(self._versions)} tensors of weights and optimizer states" if changed else ""
 
     def put_back(self) -> None:
         for parameter in self._optimizer.state.keys() - self._states:

@@ -41,6 +41,7 @@ class StepResult:
     `skipped` is True when the weights were left as they were: fp16's scaler refused overflowing gradients, or loss or
     gradient were not finite, and then `problem` is one sentence about it (also when the loss scale has collapsed).
     `recovered` is one sentence when memory ran out on the way and the step was done again in smaller pieces.
+    `adapted` is one sentence each for what a governor did (`vramfit.wrap` with a budget; a run tells them as events).
     `padded_tokens` counts padding too, and `largest_tokens` are those of what went through the model at once.
     """
 
@@ -51,6 +52,7 @@ class StepResult:
     loss_scale: float | None = None
     problem: str = ""
     recovered: str = ""
+    adapted: tuple[str, ...] = ()
     padded_tokens: int = 0
     largest_tokens: int = 0
 

@@ -6,22 +6,32 @@
         print(step(batch).loss)
 
 One call is one optimizer step over one batch. The batch goes through the model in pieces that fit, in the precision
-that suits the device; the gradient is that of the whole batch, however it was cut.
+that suits the device; the gradient is that of the whole batch, however it was cut. The model's class, its state_dict,
+its mode and its device stay what they are.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import dataclasses
 import math
-from collections.abc import Callable, Mapping
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from vramfit.config import Auto, Precision
-from vramfit.engine.activations import find_blocks, recompute_blocks
+from vramfit.engine.activations import Mode, activation_modes, find_blocks, recompute_blocks, set_activations
+from vramfit.engine.governor import Governor, Reading, StepCost, build_governor
 from vramfit.engine.head import base_model
 from vramfit.engine.loss import IGNORED, TokenLoss, model_inputs, targets_of
+from vramfit.engine.peak import PeakMeter
 from vramfit.engine.precision import (
     DTYPES,
     autocast,
@@ -30,11 +40,11 @@ from vramfit.engine.precision import (
     fp32_products,
     loss_scaler,
 )
-from vramfit.engine.randomness import random_state, set_random_state
-from vramfit.engine.recovery import halves, is_out_of_memory, release_memory
+from vramfit.engine.recovery import Recovery
 from vramfit.engine.resident import Piece, StepResult
 from vramfit.engine.update import finish_step
-from vramfit.errors import ConfigError, DataError, ModelError, Problem, WontFit
+from vramfit.errors import ConfigError, DataError, ModelError, Problem
+from vramfit.units import GIB
 
 BatchLike: TypeAlias = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor
 LossFunction: TypeAlias = Callable[[nn.Module, Any], tuple[Tensor, int | Tensor] | tuple[Tensor, int | Tensor, float]]
@@ -54,6 +64,7 @@ def wrap(
     micro_batch: int | Auto = "auto",
     max_grad_norm: float = 0.0,
     recompute: int | Literal["all"] = 0,
+    budget_gib: float = 0.0,
 ) -> WrappedStep:
     """Make `step(batch)` out of a model and its optimizer. The model stays where it is and what it is.
 
@@ -62,10 +73,13 @@ def wrap(
     return its mean loss (`.loss`, `["loss"]`, or the scalar itself), taken to be over rows, or over labels other than
     -100 where labels have more than one dimension.
     `micro_batch` is rows per piece; "auto" is the whole batch until memory runs out, then half, and so on.
-    `max_grad_norm=0` does not clip. `recompute` is the number of transformer blocks recomputed in backward.
+    `max_grad_norm=0` does not clip. `recompute` is the number of transformer blocks recomputed in backward. With
+    `budget_gib` (GiB of device memory, of RAM without a card) more of them are when a step needs more than 80 % of it,
+    and fewer again below 70 %.
     Raises ConfigError, or ModelError when nothing can be trained, when the model lies on several devices, or when
     blocks are to be recomputed and there are none.
     """
+    _check_kind(model, optimizer)
     device = _only_device(model)
     _check_trained(model, optimizer)
     if precision not in ("auto", *DTYPES):
@@ -78,9 +92,19 @@ def wrap(
         raise _wrong("max_grad_norm", f"The gradient norm cannot be limited to {max_grad_norm}", "Give 0 or more.")
     if recompute != "all" and recompute < 0:
         raise _wrong("recompute", f"{recompute} blocks cannot be recomputed", "Give 0 or more, or all.")
+    if not 0 <= budget_gib < math.inf:
+        raise _wrong("budget_gib", f"A budget of {budget_gib} GiB cannot be kept", "Give more than 0, or leave it out.")
+    if recompute or budget_gib:
+        _check_blocks(model, "recompute" if recompute else "budget_gib")
     recompute_blocks(model, len(find_blocks(model)) if recompute == "all" else recompute)
     return WrappedStep(
-        model, optimizer, loss=loss, compute=compute, micro_batch=micro_batch, max_grad_norm=max_grad_norm
+        model,
+        optimizer,
+        loss=loss,
+        compute=compute,
+        micro_batch=micro_batch,
+        max_grad_norm=max_grad_norm,
+        budget_bytes=int(budget_gib * GIB),
     )
 
 
@@ -96,13 +120,28 @@ class WrappedStep:
         compute: Precision,
         micro_batch: int | Auto,
         max_grad_norm: float,
+        budget_bytes: int = 0,
     ) -> None:
         self.model, self.optimizer, self.compute, self.max_grad_norm = model, optimizer, compute, max_grad_norm
         self.device = next(model.parameters()).device
-        self.micro_batch = 0 if micro_batch == "auto" else micro_batch
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._scaler = loss_scaler(self.device, compute, trained=self._parameters)
         self._loss: Any = loss or _loss_of(model, compute)
+        self._recovery = Recovery(model, optimizer, device=self.device, scaler=self._scaler, budget_bytes=budget_bytes)
+        self._recovery.most_rows = 0 if micro_batch == "auto" else micro_batch
+        self._care = _Care(model, optimizer, self.device, budget_bytes) if budget_bytes else None
+        if self._care is not None:
+            self._recovery.relieve = self._care.governor.relieve
+        self._warned = False
+
+    @property
+    def micro_batch(self) -> int:
+        """Rows that go through the model at once; 0: all of a batch."""
+        return self._recovery.most_rows
+
+    @micro_batch.setter
+    def micro_batch(self, rows: int) -> None:
+        self._recovery.most_rows = rows
 
     def __call__(self, batch: BatchLike) -> StepResult:
         """One step over all rows of `batch`: tensors, or a dict, tuple or list of them, whose first dimension is rows.
@@ -111,28 +150,62 @@ class WrappedStep:
         whether the step was refused. Raises DataError for a batch without rows or items, WontFit when memory runs out
         with a single row.
         """
-        rows = _rows_of(batch)
-        before = random_state(self.device)
-        recovered = ""
-        while True:
-            self.optimizer.zero_grad(set_to_none=True)
-            size = min(self.micro_batch or rows, rows)
-            try:
-                with fp32_products(self.compute):
-                    losses, items, weight, factor = self._accumulate(batch, rows, size)
-                break
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                failure = str(error)
-            # Outside the except block: while it lasts, the traceback keeps the failed attempt's tensors alive.
-            self.optimizer.zero_grad(set_to_none=True)
-            if size == 1:
-                raise _wont_fit(failure)
-            self.micro_batch = halves(size)[0]
-            release_memory(self.device)
-            set_random_state(self.device, before)
-            recovered = f"Memory ran out with {size} rows at a time; the step was repeated with {self.micro_batch}"
+        rows, began = _rows_of(batch), time.perf_counter()
+        watched = self._care.watch(_numbers_in(batch)) if self._care else contextlib.nullcontext()
+        with watched, fp32_products(self.compute):
+            result = self._recovery.run(
+                lambda most_rows: self._accumulate(batch, rows, most_rows), self._finish, rows=rows
+            )
+        if self._care is None:
+            return result
+        share = min(self.micro_batch or rows, rows) / rows
+        told = self._care.after_step(time.perf_counter() - began, _numbers_in(batch), share)
+        return dataclasses.replace(result, adapted=told)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resume needs beside the model's and the optimizer's own state: plain values."""
+        return {
+            "micro_batch": self.micro_batch,
+            "scaler": self._scaler.state_dict() if self._scaler else None,
+            "care": self._care.state() if self._care else None,
+        }
+
+    def load_state_dict(self, values: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        self.micro_batch = values["micro_batch"]
+        if self._scaler and values["scaler"]:
+            self._scaler.load_state_dict(dict(values["scaler"]))
+        if self._care and values.get("care"):
+            self._care.load_state(values["care"])
+
+    def _accumulate(self, batch: BatchLike, rows: int, size: int) -> tuple[list[Tensor], int, float, float]:
+        """(losses, items, their weight, what the gradients must still be multiplied by) of the whole batch.
+
+        What all items weigh is known only after the last piece, so pieces are divided by the rows meanwhile.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        if size < rows:
+            self._about_to_cut(batch, rows)
+        losses, items, total = [], 0, 0.0
+        scale = self._scaler.get_scale() if self._scaler else 1.0
+        divisor = float(rows)
+        for start in range(0, rows, size):
+            piece = _move(batch if size >= rows else _part(batch, start, start + size, rows), self.device)
+            with autocast(self.device, self.compute):
+                loss, count, weight = _checked(self._loss(self.model, piece))
+            if size == rows and count:
+                divisor = weight
+            if count:
+                (loss * (scale / divisor)).backward()  # type: ignore[no-untyped-call]
+                losses.append(loss.detach())
+                items, total = items + count, total + weight
+            del loss, piece  # or they would lie beside the next piece's
+        if items == 0:
+            raise DataError("The batch has 0 items that carry loss", "Leave it out, or check its labels.")
+        return losses, items, total, divisor / total
+
+    def _finish(self, made: tuple[list[Tensor], int, float, float], recovered: str) -> StepResult:
+        losses, items, weight, factor = made
         finish = finish_step(
             self.optimizer,
             parameters=self._parameters,
@@ -151,37 +224,107 @@ class WrappedStep:
             recovered=recovered,
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a resume needs beside the model's and the optimizer's own state: plain values."""
-        return {"micro_batch": self.micro_batch, "scaler": self._scaler.state_dict() if self._scaler else None}
+    def _about_to_cut(self, batch: BatchLike, rows: int) -> None:
+        """Refuse what cannot be cut by rows, and warn once of what pieces do not leave as it was."""
+        _check_rows(batch, rows)
+        if not self._warned:
+            self._warned = True
+            for warning in _changed_by_pieces(self.model):
+                warnings.warn(warning, stacklevel=5)
 
-    def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`."""
-        self.micro_batch = values["micro_batch"]
-        if self._scaler and values["scaler"]:
-            self._scaler.load_state_dict(dict(values["scaler"]))
 
-    def _accumulate(self, batch: BatchLike, rows: int, size: int) -> tuple[list[Tensor], int, float, float]:
-        """(losses, items, their weight, what the gradients must still be multiplied by) of the whole batch.
+class _Care:
+    """The governor of a loop that has a budget, and what it needs to know."""
 
-        What all items weigh is known only after the last piece, so pieces are divided by the rows meanwhile.
-        """
-        losses, items, total = [], 0, 0.0
-        scale = self._scaler.get_scale() if self._scaler else 1.0
-        divisor = float(rows)
-        for start in range(0, rows, size):
-            piece = _move(_part(batch, start, start + size, rows), self.device)
-            with autocast(self.device, self.compute):
-                loss, count, weight = _checked(self._loss(self.model, piece))
-            if size == rows and count:
-                divisor = weight
-            if count:
-                (loss * (scale / divisor)).backward()  # type: ignore[no-untyped-call]
-                losses.append(loss.detach())
-                items, total = items + count, total + weight
-        if items == 0:
-            raise DataError("The batch has 0 items that carry loss", "Leave it out, or check its labels.")
-        return losses, items, total, divisor / total
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, budget_bytes: int
+    ) -> None:
+        self._peak = PeakMeter(model, optimizer, device)
+        self._steps = 0
+
+        def apply(modes: Sequence[Mode]) -> None:
+            set_activations(model, modes)
+            self._peak.measure_again()
+
+        modes = activation_modes(model)
+        self.governor: Governor = build_governor(
+            modes, device=device, apply=apply, budget_bytes=budget_bytes, fixed=True
+        )
+        self._model = model
+
+    def watch(self, numbers: int) -> contextlib.AbstractContextManager[None]:
+        return self._peak.watch(numbers)
+
+    def after_step(self, seconds: float, numbers: int, share: float) -> tuple[str, ...]:
+        self._steps += 1
+        allocated, reserved = self._peak.read()
+        at_rest, reach = self._peak.around()
+        reading = Reading(allocated=allocated, reserved=reserved, at_rest=at_rest, reach=reach)
+        cost = StepCost(step=self._steps, seconds=seconds, tokens=numbers, largest_tokens=math.ceil(numbers * share))
+        return tuple(action.message for action in self.governor.after_step(reading, cost))
+
+    def state(self) -> dict[str, Any]:
+        return {"steps": self._steps, **self.governor.state()}
+
+    def load_state(self, values: Mapping[str, Any]) -> None:
+        modes = set_activations(self._model, values["modes"])
+        self.governor.load_state(values, modes=modes)
+        self._steps = values["steps"]
+
+
+def _check_kind(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """What a step of ours would silently do wrongly is refused by name."""
+    name = type(model).__name__
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ModelError(
+            f"{name} shares a batch between devices itself, and a step runs on one",
+            "Wrap the model inside it (model.module), once per process.",
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise _wrong(
+            "optimizer",
+            f"The optimizer is a {type(optimizer).__name__}, and a step has one torch.optim.Optimizer",
+            "Call wrap once for each model and its optimizer.",
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise _wrong("optimizer", "LBFGS evaluates a batch several times a step", "Choose another optimizer.")
+    sparse = next((part for part in model.modules() if getattr(part, "sparse", False) is True), None)
+    if sparse is not None:
+        raise ModelError(
+            f"{name} has a {type(sparse).__name__} with sparse gradients, which have no norm and are not clipped",
+            "Make it with sparse=False.",
+        )
+
+
+def _check_blocks(model: nn.Module, wish: str) -> None:
+    try:
+        find_blocks(model)
+    except ModelError:
+        raise ModelError(
+            f"{wish}: {type(model).__name__} has no list of blocks (torch.nn.ModuleList) whose activations could be "
+            "recomputed",
+            f"Leave {wish} out, or keep the model's repeated parts in a ModuleList.",
+        ) from None
+
+
+def _changed_by_pieces(model: nn.Module) -> list[str]:
+    """Why a batch in pieces is not the batch for this model."""
+    found = []
+    norms = [part for part in model.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training]
+    if norms:
+        found.append(
+            f"{type(model).__name__} has {len(norms)} layers of batch normalisation: they see the rows of a piece, not "
+            "of the whole batch, so the gradient is not that of the whole batch. Give a micro_batch that always fits, "
+            "put them in evaluation mode, or use another normalisation."
+        )
+    kinds = (nn.RNNBase, nn.MultiheadAttention)
+    times = [part for part in model.modules() if isinstance(part, kinds) and not part.batch_first]
+    if times:
+        found.append(
+            f"{type(model).__name__} has a {type(times[0]).__name__} with batch_first=False, and a batch is cut along "
+            "its first dimension: that must be rows, not time."
+        )
+    return found
 
 
 def _only_device(model: nn.Module) -> torch.device:
@@ -281,32 +424,117 @@ def _own_loss(model: nn.Module, piece: Any) -> tuple[Tensor, int]:
 
 def _items_of(piece: Any) -> int:
     labels = piece.get("labels") if isinstance(piece, Mapping) else None
-    if isinstance(labels, Tensor) and labels.ndim > 1 and not labels.is_floating_point():
+    if isinstance(labels, Tensor) and labels.ndim and not labels.is_floating_point():
         return int((labels != IGNORED).sum())
     return _rows_of(piece)
 
 
 def _rows_of(batch: Any) -> int:
-    """The first dimension of the first tensor. Raises DataError when there is none, or it is 0."""
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
-    for value in values:
-        if isinstance(value, Tensor) and value.ndim:
-            if value.shape[0] == 0:
-                raise DataError("The batch has 0 rows", "Leave it out.")
-            return int(value.shape[0])
-    raise DataError("The batch holds no tensor", "Give tensors, or a dict, tuple or list of them.")
+    """The first dimension that most tensors share. Raises DataError when there is none, or it is 0."""
+    sizes = _row_counts(batch)
+    if not sizes:
+        raise DataError("The batch holds no tensor", "Give tensors, or a dict, tuple or list of them.")
+    rows = Counter(sizes).most_common(1)[0][0]
+    if rows == 0:
+        raise DataError("The batch has 0 rows", "Leave it out.")
+    return rows
+
+
+def _check_rows(batch: Any, rows: int) -> None:
+    """Raises DataError for a batch that cannot be cut, because nobody can say what its rows are."""
+    parts = list(_parts(batch))
+    if any(isinstance(part, PackedSequence) for part in parts):
+        raise DataError(
+            "The batch holds a PackedSequence, which cannot be cut into rows",
+            "Give padded rows and their lengths, and pack them in the model or in the loss function.",
+        )
+    if any(isinstance(part, list) and len(part) == rows and _is_columns(part, rows) for part in parts):
+        raise DataError(
+            f"The batch holds a list of {rows} tensors with {rows} rows each, which may be rows or columns",
+            "Give a tuple where each tensor holds something of all rows.",
+        )
+    counted = Counter(_row_counts(batch)).most_common(2)
+    if len(counted) == 2 and counted[0][1] == counted[1][1]:
+        one, other = sorted((counted[0][0], counted[1][0]))
+        raise DataError(
+            f"The batch has as many tensors with {one} rows as with {other}, so it cannot be cut",
+            "Give tensors whose first dimension is rows; keep what belongs to all rows in the loss function.",
+        )
+
+
+def _row_counts(batch: Any) -> list[int]:
+    """The first dimension of every tensor; where all are in lists with one entry a row, the lengths of those."""
+    parts = list(_parts(batch))
+    tensors = [part.shape[0] for part in parts if isinstance(part, Tensor) and part.ndim]
+    return tensors or [len(part) for part in parts if isinstance(part, list) and part and _holds_tensor(part)]
+
+
+def _parts(batch: Any, *, inside: bool = False) -> Iterator[Any]:
+    """Everything a batch is made of, in columns: tensors, and lists with one entry a row as they are.
+
+    The outermost list is what a DataLoader makes of a tuple: columns, unless it holds one dict a row.
+    """
+    one_a_row = isinstance(batch, list) and (inside or (batch and all(isinstance(each, Mapping) for each in batch)))
+    if one_a_row or isinstance(batch, PackedSequence):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _parts(value, inside=True)
+    elif isinstance(batch, tuple | list):
+        for value in batch:
+            yield from _parts(value, inside=True)
+    elif _is_record(batch):
+        for field in dataclasses.fields(batch):
+            yield from _parts(getattr(batch, field.name), inside=True)
+    else:
+        yield batch
+
+
+def _is_columns(values: list[Any], rows: int) -> bool:
+    """Whether a list is several tensors of all rows, not one entry a row."""
+    return all(isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == rows for value in values)
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_tensor, value.values()))
+    return any(map(_holds_tensor, value)) if isinstance(value, tuple | list) else isinstance(value, Tensor)
+
+
+def _numbers_in(batch: Any) -> int:
+    """The numbers of the largest tensor: what a step's memory and time grow with."""
+    return max((part.numel() for part in _parts(batch) if isinstance(part, Tensor)), default=1)
+
+
+def _is_record(batch: Any) -> bool:
+    return dataclasses.is_dataclass(batch) and not isinstance(batch, type)
 
 
 def _part(batch: Any, start: int, stop: int, rows: int) -> Any:
-    """Rows start..stop of all that has `rows` rows, tensors and lists of plain values; everything else as it is."""
-    if isinstance(batch, Mapping):
-        return {name: _part(value, start, stop, rows) for name, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        if len(batch) == rows and not any(isinstance(value, _CONTAINERS) for value in batch):
-            return batch[start:stop]  # one plain value a row, such as its name
-        return _like(batch, [_part(value, start, stop, rows) for value in batch])
-    if isinstance(batch, Tensor) and batch.ndim and batch.shape[0] == rows:
+    """Rows start..stop of all that has `rows` rows, tensors and lists of anything; everything else as it is."""
+    if isinstance(batch, Tensor):
+        return batch[start:stop] if batch.ndim and batch.shape[0] == rows else batch
+    if isinstance(batch, list) and len(batch) == rows and not _is_columns(batch, rows):
         return batch[start:stop]
+    if isinstance(batch, tuple) and len(batch) == rows and not any(isinstance(value, _CONTAINERS) for value in batch):
+        return batch[start:stop]  # one plain value a row, such as its name
+    return _each(batch, lambda value: _part(value, start, stop, rows))
+
+
+def _each(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """A batch of the same kind whose values are changed."""
+    if isinstance(batch, Mapping):
+        values = {name: change(value) for name, value in batch.items()}
+        if not isinstance(batch, MutableMapping):
+            return values
+        made = copy.copy(batch)  # keeps what the class adds: BatchEncoding's attributes, an own dict's methods
+        made.update(values)
+        return made
+    if isinstance(batch, tuple | list):
+        return _like(batch, [change(value) for value in batch])
+    if _is_record(batch):
+        fields = {field.name: change(getattr(batch, field.name)) for field in dataclasses.fields(batch) if field.init}
+        return dataclasses.replace(batch, **fields)
     return batch
 
 
@@ -316,23 +544,12 @@ def _like(batch: Any, values: list[Any]) -> Any:
 
 
 def _move(piece: Any, device: torch.device) -> Any:
-    if isinstance(piece, Mapping):
-        return {name: _move(value, device) for name, value in piece.items()}
-    if isinstance(piece, tuple | list):
-        return _like(piece, [_move(value, device) for value in piece])
-    return piece.to(device, non_blocking=True) if isinstance(piece, Tensor) else piece
+    if isinstance(piece, Tensor):
+        return piece.to(device, non_blocking=True)
+    if isinstance(piece, PackedSequence):
+        return piece.to(device)  # type: ignore[arg-type]
+    return _each(piece, lambda value: _move(value, device))
 
 
 def _wrong(field: str, what: str, remedy: str) -> ConfigError:
     return ConfigError([Problem(field=field, what=what, remedy=remedy)])
-
-
-def _wont_fit(failure: str) -> WontFit:
-    first_line = failure.splitlines()[0] if failure else "out of memory"
-    return WontFit(
-        f"Memory ran out with a single row at a time ({first_line})",
-        needed_bytes=0,
-        available_bytes=0,
-        phase="step",
-        suggestions=("Shorten the rows, recompute blocks (recompute='all'), or use a smaller model.",),
-    )
