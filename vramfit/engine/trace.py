@@ -262,7 +262,7 @@ class _Depths:
         """Blocks after which the pattern repeats: of experts, and of windows where those are masks."""
         experts, window = self.architecture.experts, self.architecture.sliding_window
         every = FULL_ATTENTION_EVERY.get(self.architecture.family, 1)
-        masks = window is not None and window < self.length and self.plan.attention != "eager"
+        masks = window is not None and window <= self.length and self.plan.attention != "eager"
         return math.lcm(experts.every if experts else 1, every if masks else 1)
 
     @property

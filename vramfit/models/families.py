@@ -340,7 +340,7 @@ FULL_ATTENTION_EVERY: Final[Mapping[str, int]] = {
     "gpt_oss": 2,
 }
 """Families with sliding windows in which each so many-th block looks at all positions; in the others all blocks slide.
-A window shorter than the sequence is a mask, and with a mask no kernel is told that attention is causal."""
+A window no longer than the sequence is a mask, and with a mask no kernel is told that attention is causal."""
 
 NAMES_BRANCH: Final = frozenset({"gpt2", "gpt_bigcode", "gpt_neo"})
 """Families whose block keeps what attention gave in a variable until it returns."""

@@ -729,7 +729,7 @@ def formats_of(architecture: Architecture, plan: Plan, program: Program = OURS, 
         sharded = plan.sharding in ("zero3", "fsdp")
         residual = compute if sharded else int(BYTES[plan.trained_format])
     attention = "math" if plan.attention == "sdpa" and _needs_scores(architecture, plan) else plan.attention
-    window = plan.attention == "sdpa" and 0 < (architecture.sliding_window or 0) < length
+    window = plan.attention == "sdpa" and 0 < (architecture.sliding_window or 0) <= length
     in_memory = attention in ("eager", "math") or plan.packing or window
     return Formats(
         residual=residual,
