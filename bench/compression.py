@@ -15,8 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from vramfit.engine.loss import Targets, TokenLoss, targets_of
 from vramfit.engine.peak import PeakMeter  # noqa: F401 - tells the profiler's library to be quiet
 from vramfit.engine.precision import autocast
 
+ROOT = Path(__file__).parent.parent
 SMOLLM2 = ROOT / ".cache" / "smollm2-135m-instruct"
 TEXT = ROOT / "docs" / "architecture.md"
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def _starter() -> tuple[nn.Module, Text]:
     from vramfit.models.load import build_starter
 
     torch.manual_seed(0)
-    model = build_starter()
+    model: Any = build_starter()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (4, 256), generator=generator)
     return model, Text(ids, ids.clone())
@@ -146,7 +146,7 @@ def _measured(
     began = time.perf_counter()
     with autocast(CPU, compute):
         total = loss({"input_ids": text.input_ids}, targets)
-    (total / targets.count).backward()
+    (total / targets.count).backward()  # type: ignore[no-untyped-call]
     seconds = time.perf_counter() - began
     gradients = [value.grad.double().flatten() for value in model.parameters() if value.grad is not None]
     return kept, seconds, torch.cat(gradients)

@@ -82,6 +82,8 @@ def cases() -> list[Case]:
         Case("qwen3 with head norms", {**MODEL, "model_type": "qwen3", "head_dim": 32}, base),
         Case("pretrain packed", MODEL, replace(base, packing=True)),
         Case("pretrain packed recompute", MODEL, replace(base, packing=True, recompute=4)),
+        Case("pretrain compress", MODEL, replace(base, compress=4)),
+        Case("lora compress and recompute", MODEL, replace(base, method="lora", **adapted, recompute=1, compress=2)),
         Case("gpt2", GPT2, base),
         Case("gpt2 recompute", GPT2, replace(base, recompute=4)),
     ]

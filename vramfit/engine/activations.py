@@ -83,7 +83,19 @@ def set_activations(model: nn.Module, modes: Sequence[Mode], *, codec: Codec = "
 
 def activation_modes(model: nn.Module) -> tuple[Mode, ...]:
     """The mode of each block."""
-    return tuple(found.mode if (found := _changed(block)) else "keep" for block in find_blocks(model))
+    return tuple(mode_of(block) for block in find_blocks(model))
+
+
+def waiting_bytes(model: nn.Module) -> int:
+    """Bytes of block inputs that wait in RAM just now."""
+    changed = next((found for module in model.modules() if (found := _changed(module))), None)
+    return changed.host.waiting_bytes if changed else 0
+
+
+def mode_of(block: nn.Module) -> Mode:
+    """The mode of one block."""
+    found = _changed(block)
+    return found.mode if found else "keep"
 
 
 def recompute_blocks(model: nn.Module, count: int) -> int:

@@ -82,8 +82,8 @@ class Head:
         return cls(module=module, words=words, change=change, weights=weights, biases=biases)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """All logits [N, V] of `hidden` [N, H], changed in fp32."""
-        return self.change.applied(self.module(hidden).float())
+        """All logits [N, V] of `hidden` [N, H] in fp32, changed in the format they are made in, as the model does."""
+        return self.change.applied(self.module(hidden)).float()
 
 
 class ShardedHead(nn.Module):

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vramfit.config import ScheduleChoice
+from vramfit.engine.activations import planned_modes, waiting_bytes
 from vramfit.engine.chunked import CHUNK_ON_CARD, ChunkedOptimizer
 from vramfit.engine.loss import Targets
 from vramfit.engine.objective import SummedLoss
@@ -72,7 +73,7 @@ class StorageFollower(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of storages alive, from the first operation that returns one until its last tensor is gone.
 
     Operations that would need numbers are answered: a scalar is 1, two tensors are equal, and `trained_share` of the
-    labels carry loss.
+    labels carry loss. `in_ram` says how many of the bytes alive are not on the device.
     """
 
     def __init__(self, *, trained_share: float = 1.0, packed: bool = False) -> None:
@@ -84,6 +85,7 @@ class StorageFollower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operations = 0
         self.timeline: list[tuple[int, int, str]] = []
         self._trained_share = trained_share
+        self.in_ram: Callable[[], int] = lambda: 0
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
@@ -99,7 +101,7 @@ class StorageFollower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not (func is torch.ops.aten.add.Tensor and self.phase == "backward" and not torch.is_grad_enabled()):
             # Autograd adds two gradients in place; only on fake tensors it makes a third, whose parts are gone at once.
             self._note(inside=args[0].numel() * args[0].element_size() if func in _BUFFERS_INSIDE else 0)
-        self.timeline.append((self.operations, self.alive, self.phase))
+        self.timeline.append((self.operations, self.alive - self.in_ram(), self.phase))
         return result
 
     @contextlib.contextmanager
@@ -153,7 +155,7 @@ class StorageFollower(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, *, inside: int = 0) -> None:
         """The peak of the phase, with `inside` bytes that a kernel makes and frees by itself."""
-        self.peaks[self.phase] = max(self.peaks[self.phase], self.alive + inside)
+        self.peaks[self.phase] = max(self.peaks[self.phase], self.alive - self.in_ram() + inside)
 
 
 _BUFFERS_INSIDE: Final = frozenset({torch.ops.aten.logsumexp.default})
@@ -174,6 +176,7 @@ class TracedExecutor(ResidentExecutor):
         super().__init__(model, **options)
         self._follower = follower
         self._peak = _NoMeter()  # type: ignore[assignment]
+        follower.in_ram = lambda: waiting_bytes(model)
 
     def step(self, micro_batches: Any, learning_rate: float) -> StepResult:
         with self._follower.within("backward"):
@@ -226,7 +229,7 @@ def trace(
 
 @dataclass
 class _Depths:
-    """Traces of fewer blocks than the model has. A depth is (recomputed, kept) blocks, recomputed ones first."""
+    """Traces of fewer blocks than the model has. A depth is (recomputed, compressed, kept) blocks, in that order."""
 
     values: Mapping[str, Any]
     architecture: Architecture
@@ -235,8 +238,9 @@ class _Depths:
     trained_share: float
 
     def trace(self, *, whole: bool) -> Trace:
-        recomputed, layers = min(self.plan.recompute, self.architecture.layers), self.architecture.layers
-        wanted = (recomputed, layers - recomputed)
+        modes = planned_modes(self.plan, self.architecture.layers)
+        compressed, kept = modes.count("compress"), modes.count("keep")
+        wanted = (len(modes) - compressed - kept, compressed, kept)
         fewest = self._fewest
         start = tuple(min(count, fewest) for count in wanted)
         if whole or sum(wanted) <= sum(start) + 2 * self._unit or self._unit > 4:
@@ -272,7 +276,7 @@ class _Depths:
         first = experts.first_moe_layer if experts else 0
         return first + 2 * self._unit
 
-    def _whole(self, wanted: tuple[int, int]) -> Trace:
+    def _whole(self, wanted: tuple[int, ...]) -> Trace:
         made = self._run(wanted)
         return dataclasses.replace(made, phases=self._stored(made.phases))
 
@@ -287,11 +291,13 @@ class _Depths:
         return {phase: size - less for phase, size in phases.items()}
 
     def _run(self, depth: tuple[int, ...]) -> Trace:
-        recomputed, kept = depth
+        recomputed, compressed, _ = depth
         follower = StorageFollower(trained_share=self.trained_share, packed=self.plan.packing)
         # Paged states are traced as if the driver never had to move them.
-        plan = dataclasses.replace(self.plan, recompute=recomputed, device="cpu", optimizer_paged=False)
-        model = self._model(plan, recomputed + kept)
+        plan = dataclasses.replace(
+            self.plan, recompute=recomputed, compress=compressed, device="cpu", optimizer_paged=False
+        )
+        model = self._model(plan, sum(depth))
         with _untraced_masks(), FakeTensorMode(allow_non_fake_inputs=True), follower:
             materialise(model)
             optimizer = build_optimizer(model, ScheduleChoice(), plan)
@@ -306,7 +312,7 @@ class _Depths:
                 executor.evaluate([batch])
         return Trace(
             phases=dict(follower.peaks),
-            traced_blocks=recomputed + kept,
+            traced_blocks=sum(depth),
             linear=True,
             operations=follower.operations,
             timeline=thinned(follower.timeline),

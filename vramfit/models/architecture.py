@@ -147,8 +147,15 @@ class Architecture:
 
     @property
     def plain_logits(self) -> bool:
-        """Whether logits are exactly the head's product, so that a loss may be computed from the head's weights."""
-        return self.logit_softcap is None and self.family not in families.CHANGES_LOGITS
+        """Whether logits are exactly the head's product, as fused kernels need them."""
+        scaled = self.family in families.SCALES_LOGITS
+        return self.logit_softcap is None and not scaled and self.chunked_logits
+
+    @property
+    def chunked_logits(self) -> bool:
+        """Whether logits are the head's product, as it is, capped or scaled: then a loss can be computed from the head
+        a piece at a time."""
+        return self.family not in families.CHANGES_LOGITS
 
     @property
     def drops_out(self) -> bool:

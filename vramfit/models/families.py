@@ -366,8 +366,11 @@ CLAMPS_GATE: Final = frozenset({"gpt_oss"})
 FP32_NORM_WEIGHT: Final = frozenset({"gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "gpt_oss"})
 """Families whose RMSNorm multiplies with its weight in fp32 and casts last."""
 
-CHANGES_LOGITS: Final = frozenset({"cohere", "cohere2", "granite", "granitemoe", "minicpm"})
-"""Families that scale what the head gives (besides those with a soft cap)."""
+SCALES_LOGITS: Final = frozenset({"cohere", "cohere2", "granite", "granitemoe"})
+"""Families that scale what the head gives."""
+
+CHANGES_LOGITS: Final = frozenset({"minicpm"})
+"""Families whose logits only their own forward makes: they do something else between the last norm and the logits."""
 
 
 def family(model_type: str) -> Family:

@@ -43,11 +43,13 @@ FEATURES: Final = {
 ENGINE: Final = Abilities(
     weights=("device",),
     optimizer=("device", "host"),
-    inputs=("device",),
+    inputs=("device", "host"),
     optimizer_bits=(32, 8, 4),
     sharding=("none",),
     optimizers=("adamw", "adafactor", "lion", "muon", "sgd"),
-    features=frozenset({"tf32", "optimizer_in_backward", "optimizer_paged", "bf16_weights", "dora", "lora_experts"}),
+    features=frozenset(
+        {"compress", "tf32", "optimizer_in_backward", "optimizer_paged", "bf16_weights", "dora", "lora_experts"}
+    ),
 )
 """The engine of this version."""
 

@@ -147,16 +147,28 @@ def _max_length(config: RunConfig, architecture: Architecture, workload: Workloa
 
 
 def _loss(config: RunConfig, architecture: Architecture) -> Loss:
-    wish = config.memory.loss
-    if not architecture.plain_logits:
+    wish, whose = config.memory.loss, f"{architecture.name} ({architecture.family})"
+    if not architecture.chunked_logits:
         if wish in ("fused", "chunked"):
             raise refused(
                 "memory.loss",
-                f"{architecture.name} ({architecture.family}) changes its logits after the head, so a {wish} loss "
-                "would compute something else",
+                f"{whose} makes its logits in a way of its own, so a {wish} loss would compute something else",
                 "Set the loss to auto or full.",
             )
         return "full"
+    if wish == "fused" and not architecture.plain_logits:
+        raise refused(
+            "memory.loss",
+            f"{whose} caps or scales its logits after the head, which the fused kernel does not",
+            "Set the loss to auto or chunked.",
+        )
+    if wish == "fused" and (config.loss.z_loss or config.loss.label_smoothing):
+        raise refused(
+            "memory.loss",
+            f"The fused kernel adds neither a z-loss ({config.loss.z_loss:g}) nor label smoothing "
+            f"({config.loss.label_smoothing:g})",
+            "Set the loss to auto or chunked.",
+        )
     return "chunked" if wish == "auto" else wish
 
 

@@ -160,8 +160,12 @@ def test_fixed_wishes_are_kept_and_marked() -> None:
 def test_wishes_that_cannot_be_honoured_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"memory.budget_gib.*40\.0 GiB is more than the 24\.0 GiB"):
         forecast(wish(memory={"budget_gib": 40}))
-    with pytest.raises(ConfigError, match=r"memory.loss.*gemma2.*changes its logits"):
+    with pytest.raises(ConfigError, match=r"memory.loss.*gemma2.*caps or scales its logits"):
         forecast(wish(memory={"loss": "fused"}), of="google/gemma-2-2b")
+    with pytest.raises(ConfigError, match=r"memory.loss.*minicpm.*logits in a way of its own"):
+        forecast(wish(memory={"loss": "chunked"}), of="openbmb/MiniCPM-2B-sft-bf16")
+    with pytest.raises(ConfigError, match=r"memory.loss.*neither a z-loss \(0.001\) nor label smoothing \(0\)"):
+        forecast(wish(memory={"loss": "fused"}, loss={"z_loss": 0.001}))
     with pytest.raises(ConfigError, match=r"data.max_length.*2000 tokens are more than the 1024 positions"):
         length_limit(wish(data={"paths": ["x"], "max_length": 2000}), model("openai-community/gpt2"))
     with pytest.raises(HardwareError, match="no device 'cuda:1'"):
@@ -180,8 +184,11 @@ def test_a_budget_beyond_what_is_free_is_cut_and_said() -> None:
     assert "You asked for 15.0 GiB, but only 8.0 GiB" in reason(found, "memory budget")
 
 
-def test_a_model_that_changes_its_logits_makes_them_whole() -> None:
-    assert forecast(wish(), of="google/gemma-2-2b").plan.loss == "full"
+def test_logits_that_are_capped_or_scaled_go_in_chunks_and_unknown_ones_are_made_whole() -> None:
+    capped = forecast(wish(), of="google/gemma-2-2b").plan
+    assert (capped.loss, capped.loss_chunk_tokens) == ("chunked", 64)
+    assert forecast(wish(), of="ibm-granite/granite-3.0-2b-base").plan.loss == "chunked"
+    assert forecast(wish(), of="openbmb/MiniCPM-2B-sft-bf16").plan.loss == "full"
 
 
 def test_every_suggestion_of_a_refusal_works() -> None:
