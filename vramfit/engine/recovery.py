@@ -245,13 +245,13 @@ class _Buffers:
     without counting that as a change."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._places = [module._buffers for module in model.modules()]  # walking the modules each step costs more
         self._live: list[Tensor] = []
         self._copies: list[Tensor] = []
 
     def note(self) -> list[Tensor]:
         """Copy the small ones. Returns the large ones: weights that somebody stores as buffers."""
-        buffers = list(self._model.buffers())
+        buffers = [buffer for place in self._places if place for buffer in place.values() if buffer is not None]
         small = [buffer for buffer in buffers if buffer.nbytes <= LARGEST_COPY_BYTES]
         if not _are_the_same(small, self._live):
             self._live, self._copies = small, [buffer.detach().clone() for buffer in small]
@@ -270,8 +270,11 @@ def _are_the_same(left: list[Tensor], right: list[Tensor]) -> bool:
 
 
 def _version(tensor: Tensor) -> int:
-    """How often it was changed in place."""
-    return 0 if tensor.is_inference() else tensor._version
+    """How often it was changed in place. Tensors made in inference mode do not count that."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
 
 
 def _is_watched(optimizer: torch.optim.Optimizer) -> bool:

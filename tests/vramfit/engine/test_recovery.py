@@ -84,6 +84,54 @@ def test_wherever_memory_runs_out_the_steps_are_those_of_an_undisturbed_run_bit_
     assert any(rows == 2 for _, rows in limits)  # of 4
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compress": 2},  # its rounding draws random numbers of its own
+        {"recompute": 2, "input_tier": "host"},
+        {"optimizer_bits": 8},
+        {"optimizer_tier": "host"},
+        {"optimizer": "lion", "loss": "full"},
+    ],
+    ids=str,
+)
+def test_other_techniques_are_repeated_bit_for_bit_too(tiny, options):
+    card = PseudoCard()
+    undisturbed = {(0, 0): trained(tiny, executor_of(tiny, **options), card=card)}
+    for point in random.Random(1).sample(range(1, card.allocations), 4):
+        executor = executor_of(tiny, **options)
+        try:
+            found = trained(tiny, executor, card=PseudoCard(failing=(point,)))
+        except WontFit as refused:  # 8-bit states are written chunk by chunk: the first ones had been
+            assert "had already changed" in str(refused)
+            continue
+        rows = executor.recovery.most_rows
+        limit = (found.repeated.index(True), rows) if rows else (0, 0)
+        if limit not in undisturbed:
+            undisturbed[limit] = trained(tiny, executor_of(tiny, **options), limit=limit)
+        assert found.losses == undisturbed[limit].losses
+        assert_same(found.tensors, undisturbed[limit].tensors)
+
+
+def test_steps_inside_backward_are_repeated_until_the_first_weight_has_changed(tiny):
+    """Out of memory in forward is as ever. In backward, behind the first step of a weight, nothing can be put back."""
+    options = {"optimizer_in_backward": True, "clip_passes": 1, "dropout": 0.0}
+    wanted = trained(tiny, executor_of(tiny, **options))
+    card = PseudoCard()
+    trained(tiny, executor_of(tiny, **options), card=card)
+    ends = []
+    for point in (5, 60, *range(100, card.allocations, card.allocations // 8)):
+        executor = executor_of(tiny, **options)
+        try:
+            found = trained(tiny, executor, card=PseudoCard(failing=(point,)))
+            ends.append("repeated")
+            assert found.losses == pytest.approx(wanted.losses, rel=1e-5)
+        except WontFit as refused:
+            ends.append("refused")
+            assert "had already changed" in str(refused) and executor.recovery.most_rows == 2
+    assert ends[0] == "repeated" and set(ends) == {"repeated", "refused"}
+
+
 @pytest.mark.parametrize("adapters", [False, True])
 def test_in_the_optimizers_step_the_same_sizes_are_tried_again(tiny, adapters):
     """Where its states are made, one after another: half of them there is not half a step."""
