@@ -10,6 +10,7 @@ Dropout is drawn block by block instead of micro-batch by micro-batch: the same 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -58,6 +59,21 @@ class StreamingExecutor(ResidentExecutor):
             value.requires_grad and not _is_in_blocks(name, visits) for name, value in model.named_parameters()
         )
 
+    def gradients(self, piece: Piece, *, scale: float = 1.0) -> tuple[float, dict[str, Tensor | None]]:
+        """As in ResidentExecutor; block by block, because a graph over all blocks would need them all at once."""
+        held = {name: value.grad for name, value in self._trained.items()}
+        for value in self._trained.values():
+            value.grad = None
+        targets = targets_of(piece)
+        try:
+            with fp32_products(self.raised.compute):
+                losses = self._gradients_of([(piece, targets)], scale / targets.weight, _nothing_around)
+            made = {name: value.grad for name, value in self._trained.items()}
+        finally:
+            for name, value in self._trained.items():
+                value.grad = held[name]
+        return losses[0].item() / targets.weight, made
+
     def check(self) -> None:
         """Raise ModelError when this model's blocks cannot be taken apart: found on three tokens, before step 1."""
         tokens = torch.arange(3, device=self.device).unsqueeze(0)
@@ -90,8 +106,11 @@ class StreamingExecutor(ResidentExecutor):
         trained = Trained.of(each for _, each in everything)
         if trained.tokens == 0:
             raise _no_tokens("This step")
-        factor = self.loss_scale / trained.weight
         kept = [(piece, each) for piece, each in everything if each.count]
+        return self._gradients_of(kept, self.loss_scale / trained.weight, around), trained
+
+    def _gradients_of(self, kept: Sequence[tuple[Piece, Targets]], factor: float, around: Around) -> list[Tensor]:
+        """The summed losses; gradients of their sum times `factor` in `.grad`."""
         self._waiting.clear()
         with torch.no_grad():
             hidden, calls = self._forward([piece for piece, _ in kept], keep=True)
@@ -100,7 +119,7 @@ class StreamingExecutor(ResidentExecutor):
             self._backward(upstream, calls)
         if self._embedding_trains:
             self._before_blocks([piece for piece, _ in kept], upstream)
-        return losses, trained
+        return losses
 
     def _forward(self, pieces: Sequence[Piece], *, keep: bool) -> tuple[list[Tensor], list[list[Call]]]:
         """(what the last block gives for each piece, each piece's calls of the blocks); inputs wait where planned."""
@@ -177,6 +196,10 @@ class StreamingExecutor(ResidentExecutor):
         base = base_model(self.model)
         found = base.get_decoder() if hasattr(base, "get_decoder") else None
         return base if found is None else found
+
+
+def _nothing_around(losses: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 def _is_in_blocks(name: str, visits: VisitedBlocks) -> bool:

@@ -43,10 +43,10 @@ def load_model(
         return model.to(plan.device)
     if plan.weight_format != "nf4":  # those are where they belong, and bitsandbytes refuses to move them twice
         model = model.to(plan.device)
-    return _adapted(model, config, start_file, resumed=resumed)
+    return adapted(model, config, start_file, resumed=resumed)
 
 
-def _adapted(model: nn.Module, config: RunConfig, start_file: Path | None, *, resumed: bool) -> nn.Module:
+def adapted(model: nn.Module, config: RunConfig, start_file: Path | None, *, resumed: bool) -> nn.Module:
     from vramfit.models.adapter_files import check_writable
     from vramfit.models.adapter_start import start_adapters
     from vramfit.models.adapters import attach_adapters

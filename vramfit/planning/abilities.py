@@ -37,11 +37,12 @@ FEATURES: Final = {
     "dora": "DoRA",
     "lora_experts": "adapters on experts",
     "tf32": "tf32",
+    "streamed_training": "streaming of weights that train",
 }
 """What an engine may have beside the places and formats of its numbers, by name, and its words for "needs ..."."""
 
 ENGINE: Final = Abilities(
-    weights=("device",),
+    weights=("device", "host", "disk"),
     optimizer=("device", "host"),
     inputs=("device", "host"),
     optimizer_bits=(32, 8, 4),
@@ -89,5 +90,6 @@ def _missing(plan: Plan, abilities: Abilities) -> Iterator[str]:
         yield f"the optimizer {plan.optimizer}"
     asked = {name for name in FEATURES if getattr(plan, name, False)}
     asked |= {"bf16_weights"} if plan.trained_format == "bf16" and plan.weights_tier == "device" else set()
+    asked |= {"streamed_training"} if plan.weights_tier != "device" and not plan.lora_rank else set()
     asked |= {"tf32"} if plan.compute == "tf32" else set()
     yield from (words for name, words in FEATURES.items() if name in asked - abilities.features)

@@ -21,7 +21,6 @@ from vramfit.data.batches import MicroBatch, StepOrder, split
 from vramfit.data.prepare import PreparedData, prepare
 from vramfit.engine.drift import Calibrator, Check
 from vramfit.engine.evaluation import has_finite_weights
-from vramfit.engine.optimizers import build_optimizer
 from vramfit.engine.precision import COLLAPSED_LOSS_SCALE, described
 from vramfit.engine.reach import check_gradients_reach
 from vramfit.engine.resident import ResidentExecutor, StepResult
@@ -31,7 +30,7 @@ from vramfit.hardware.devices import Machine, probe
 from vramfit.models.adapter_start import start_from_inputs
 from vramfit.models.export import export_run
 from vramfit.models.generate import generate
-from vramfit.models.load import check_weights, load_model, read_architecture
+from vramfit.models.load import check_weights, read_architecture
 from vramfit.models.tokenizer import load_tokenizer
 from vramfit.planning.plan import Forecast, Plan
 from vramfit.planning.planner import forecast_run
@@ -49,6 +48,7 @@ from vramfit.training.metrics import (
     StepMetrics,
     TextSample,
 )
+from vramfit.training.opening import open_executor
 from vramfit.training.samples import prompt_ids, sample_prompts
 from vramfit.training.vocabulary import with_known_tokens
 from vramfit.units import format_bytes, format_count
@@ -107,10 +107,8 @@ def train(
 
     recorder.phase(PhaseProgress(name="loading", detail=f"the model, {format_count(architecture.params)} parameters"))
     goes_on = resume and (folder / CHECKPOINTS).is_dir()
-    model = load_model(config, plan, cache=cache, start_file=folder / ADAPTER_START, resumed=goes_on)
-    optimizer = build_optimizer(model, config.schedule, plan, seed=config.seed)
-    executor = ResidentExecutor(
-        model, plan=plan, optimizer=optimizer, max_grad_norm=config.schedule.max_grad_norm, loss=config.loss
+    executor = open_executor(
+        config, plan, cache=cache, folder=folder, start_file=folder / ADAPTER_START, resumed=goes_on
     )
     care = care_for(executor, forecast, config=config, architecture=architecture, machine=machine, cache=cache)
     run = _Run(
@@ -153,7 +151,7 @@ def train(
     exported = run.take_best(done) if run.keeps_best else done
     run.check_weights(done)
     recorder.phase(PhaseProgress(name="exporting"))
-    export = export_run(model, tokenizer, config, folder / EXPORT)
+    export = export_run(executor.model, tokenizer, config, folder / EXPORT)
     run.write_samples(tokenizer, step=exported, stage="after")
     return run.result(done, stopped=False, export=export)
 

@@ -27,7 +27,7 @@ from vramfit.planning.plan import Forecast
 class Note:
     """One thing to tell, in an event's words."""
 
-    kind: Literal["governor", "out-of-memory"]
+    kind: Literal["governor", "out-of-memory", "compile"]
     message: str
     level: Literal["info", "warning"] = "info"
 
@@ -104,7 +104,7 @@ def care_for(
     import torch
 
     plan = forecast.plan
-    if config.memory.adapt:
+    if config.memory.adapt and plan.weights_tier == "device":  # where blocks stream they are recomputed anyway
         executor.govern(
             build_governor(
                 executor.activations or planned_modes(plan, _blocks_of(executor)),

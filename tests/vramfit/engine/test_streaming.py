@@ -141,6 +141,24 @@ def test_any_number_of_blocks_may_stay(method: str, tier: Any, stay: int, tmp_pa
     )
 
 
+def test_adapters_of_experts_meet_the_visiting_experts(tmp_path: Path) -> None:
+    folder = saved("mixtral", tmp_path / "model", num_local_experts=4, num_experts_per_tok=2)
+    plan = a_plan(lora_experts=True)
+    options: dict[str, Any] = {"rank": 4, "alpha": 8.0, "seed": 3, "experts": True}
+    import transformers
+
+    there = attach_adapters(transformers.AutoModelForCausalLM.from_pretrained(folder), **options)
+    disk = dataclasses.replace(plan, weights_tier="disk")
+    here, visits = open_streamed(
+        a_config(folder), disk, scratch=tmp_path / "scratch", attach=lambda model: attach_adapters(model, **options)
+    )
+
+    assert_equal_runs(
+        ResidentExecutor(there, plan=plan, optimizer=build_optimizer(there, ScheduleChoice(), plan)),
+        StreamingExecutor(here, visits=visits, plan=disk, optimizer=build_optimizer(here, ScheduleChoice(), disk)),
+    )
+
+
 def test_tied_weights_and_a_head_in_full(tmp_path: Path) -> None:
     folder = saved("qwen3", tmp_path / "model", tie_word_embeddings=True, head_dim=16)
     plan = a_plan(loss="full", loss_chunk_tokens=0)

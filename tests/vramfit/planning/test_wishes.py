@@ -101,10 +101,11 @@ def test_a_step_in_backward_takes_the_whole_step_at_once_and_finds_the_norm_in_a
 
 
 def test_kinds_of_adapters() -> None:
-    plan = planned({}, method="lora", adapter={"variant": "dora", "experts": True})
+    mixture = planned({}, method="qlora", of="Qwen/Qwen3-30B-A3B", adapter={"experts": True})
 
-    assert plan.dora
-    assert plan.lora_experts
+    assert mixture.lora_experts
+    assert not mixture.dora
+    assert planned({}, method="lora", adapter={"variant": "dora"}).dora
     assert not planned({}, method="lora", adapter={"variant": "rslora"}).dora
 
 

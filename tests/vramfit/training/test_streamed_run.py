@@ -1,0 +1,71 @@
+"""A run whose budget is too small for its model streams it, and learns what a resident run learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vramfit.config import RunConfig
+from vramfit.errors import ConfigError
+from vramfit.training.loop import train
+
+Keep = Callable[[], Any]
+
+
+def a_run(folder: Path, rows: Path, **changes: Any) -> RunConfig:
+    values: dict[str, Any] = {
+        "method": "lora",
+        "device": "cpu",
+        "model": {"source": str(folder)},
+        "data": {"paths": [str(rows)], "max_length": 64, "eval_share": 0.1},
+        "adapter": {"rank": 4},
+        "schedule": {"max_steps": 3, "sequences_per_step": 4, "learning_rate": 2e-3},
+        "memory": {"micro_batch": 2},
+        "output": {"prompts": ["The fox"], "sample_tokens": 4},
+    }
+    for section, settings in changes.items():
+        values[section] = {**values.get(section, {}), **settings}
+    return RunConfig.parse(values)
+
+
+def test_a_budget_that_is_too_small_streams_and_gives_the_same_losses(
+    smollm2_folder: Path, rows_file: Path, kept: Keep, tmp_path: Path
+) -> None:
+    there, here, resumed = kept(), kept(), kept()
+    train(a_run(smollm2_folder, rows_file), folder=tmp_path / "there", cache=tmp_path / "cache", recorder=there)
+    tight = a_run(smollm2_folder, rows_file, memory={"budget_gib": 0.9})
+    run = {"folder": tmp_path / "here", "cache": tmp_path / "cache"}
+    begun = train(tight, recorder=here, should_stop=lambda: len(here.metrics) == 2, **run)
+    train(tight, recorder=resumed, resume=True, **run)
+
+    assert there.forecasts[0].plan.weights_tier == "device"
+    assert here.forecasts[0].plan.weights_tier == "disk"
+    assert begun.stopped
+    assert here.losses + resumed.losses == there.losses
+    assert here.evaluations[0].loss == there.evaluations[0].loss
+    assert resumed.evaluations[-1].loss == there.evaluations[-1].loss
+    assert here.samples[0].text == there.samples[0].text
+    assert max(step.allocated_bytes for step in here.metrics) < 0.5 * max(s.allocated_bytes for s in there.metrics)
+    assert (tmp_path / "here" / "export" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"output": {"export": "merged"}}, "merged model needs the whole base at once"),
+        ({"adapter": {"variant": "dora"}}, "DoRA begins with the lengths of all the base's columns"),
+        ({"adapter": {"start": "pissa"}}, "pissa changes the base's weights"),
+    ],
+)
+def test_what_needs_the_whole_base_is_refused_before_step_1(
+    changes: dict[str, Any], says: str, smollm2_folder: Path, rows_file: Path, kept: Keep, tmp_path: Path
+) -> None:
+    tight = a_run(smollm2_folder, rows_file, memory={"budget_gib": 0.9}, **changes)
+    heard = kept()
+
+    with pytest.raises(ConfigError, match=says):
+        train(tight, folder=tmp_path / "run", cache=tmp_path / "cache", recorder=heard)
+    assert heard.metrics == []

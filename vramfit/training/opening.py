@@ -1,0 +1,82 @@
+"""From a plan to the executor that carries it out: a model on the device, or one whose blocks visit it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from vramfit.config import RunConfig
+from vramfit.engine.optimizers import build_optimizer
+from vramfit.engine.resident import ResidentExecutor
+from vramfit.errors import ConfigError, Problem
+from vramfit.models.export import export_kind
+from vramfit.models.load import adapted, load_model, quiet_transformers
+from vramfit.planning.plan import Plan
+
+SCRATCH: Final = "blocks"
+"""Inside a run's folder: blocks that live on disk in another format than the model's own files."""
+
+_CHANGES_BASE: Final = ("pissa", "olora")
+
+
+def open_executor(
+    config: RunConfig, plan: Plan, *, cache: Path, folder: Path, start_file: Path, resumed: bool
+) -> ResidentExecutor:
+    """The model of `config` with its optimizer, ready for steps. Raises UserError."""
+    if plan.weights_tier == "device":
+        model = load_model(config, plan, cache=cache, start_file=start_file, resumed=resumed)
+        optimizer = build_optimizer(model, config.schedule, plan, seed=config.seed)
+        return ResidentExecutor(
+            model, plan=plan, optimizer=optimizer, max_grad_norm=config.schedule.max_grad_norm, loss=config.loss
+        )
+    return _streaming(config, plan, folder=folder, start_file=start_file, resumed=resumed)
+
+
+def _streaming(config: RunConfig, plan: Plan, *, folder: Path, start_file: Path, resumed: bool) -> ResidentExecutor:
+    from vramfit.engine.streaming import StreamingExecutor
+    from vramfit.models.streamed import open_streamed
+
+    _check(config)
+    quiet_transformers()
+    model, visits = open_streamed(
+        config,
+        plan,
+        scratch=folder / SCRATCH,
+        attach=lambda bare: adapted(bare, config, start_file, resumed=resumed),
+    )
+    executor = StreamingExecutor(
+        model,
+        visits=visits,
+        plan=plan,
+        optimizer=build_optimizer(model, config.schedule, plan, seed=config.seed),
+        max_grad_norm=config.schedule.max_grad_norm,
+        loss=config.loss,
+    )
+    executor.check()
+    return executor
+
+
+def _check(config: RunConfig) -> None:
+    """Raise ConfigError for what cannot be had while the base's blocks are only visitors."""
+    if config.adapter.start in _CHANGES_BASE:
+        raise _refused(
+            "adapter.start",
+            f"{config.adapter.start} changes the base's weights, which are only read while blocks stream",
+            "Choose another start of the adapters, or more memory for the run.",
+        )
+    if config.adapter.variant == "dora":
+        raise _refused(
+            "adapter.variant",
+            "DoRA begins with the lengths of all the base's columns, and this run streams the base block by block",
+            "Choose lora or rslora, or more memory for the run.",
+        )
+    if export_kind(config) == "merged":
+        raise _refused(
+            "output.export",
+            "A merged model needs the whole base at once, and this run streams it block by block",
+            "Export the adapter, and merge it on a machine with more memory.",
+        )
+
+
+def _refused(field: str, what: str, remedy: str) -> ConfigError:
+    return ConfigError([Problem(field=field, what=what, remedy=remedy)])
