@@ -2,9 +2,11 @@
 
 A block is divided by its largest magnitude and each quotient stored as the number of the nearest level. The tables are
 those of the papers: dynamic levels (Dettmers et al. 2022, "8-bit optimizers via block-wise quantization"), even inside
-each power of ten, for what has a sign and, in 8 bits, for what has none; even levels for 4 bits without a sign (Li et
-al. 2023, "Memory efficient optimizers with 4-bit states"). Levels without a sign leave 0 out: they hold an average of
-squares that is divided by, and a 0 there beside a first moment that is none would make a step without bound.
+each power of ten, for what has a sign and, in 8 bits, for what has none. Levels without a sign leave 0 out (Li et al.
+2023, "Memory efficient optimizers with 4-bit states"): they hold an average of squares that is divided by, and a 0
+there beside a first moment that is none would make a step without bound. In 4 bits their roots are even, where that
+paper has the levels themselves even: what is divided by is the root, and training keeps closer to 32 bits
+(docs/log.md).
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class Codebook:
 def levels(bits: Bits, *, signed: bool) -> list[float]:
     """The levels in ascending order: 2**bits of them."""
     if bits == 4 and not signed:
-        return [code / 16 for code in range(1, 17)]
+        return [(code / 16) ** 2 for code in range(1, 17)]
     found = dynamic_levels(bits, signed=signed)
     if not signed:
         found[0] = found[1] / 2  # the 0

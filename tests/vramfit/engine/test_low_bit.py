@@ -36,6 +36,11 @@ def test_the_levels_are_as_many_as_codes_and_without_a_sign_above_zero(bits, sig
     assert min(found) > 0 if not signed else 0.0 in found
 
 
+def test_the_roots_of_4_bit_levels_without_a_sign_are_even():
+    roots = torch.tensor(levels(4, signed=False)).sqrt()
+    torch.testing.assert_close(roots.diff(), torch.full((15,), 1 / 16))
+
+
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_dynamic_levels_are_bitsandbytes_own(signed):
     functional = pytest.importorskip("bitsandbytes.functional")
