@@ -31,9 +31,9 @@ _TINY: Final = torch.finfo(torch.float32).tiny
 class Codebook:
     """The levels of `bits`-bit numbers with or without a sign, in [-1, 1], on `device`.
 
-    Looking for the nearest of 256 levels by halving takes 70 ns a number on a CPU core. Here the upper 16 bits of an
-    fp32 number say which level it has, or the one below: no two of these tables' boundaries lie so close that both
-    share them. One comparison with the boundary decides.
+    Looking for the nearest of 256 levels by halving takes 70 ns and more a number on a CPU core. Here the upper 16 bits
+    of an fp32 number say which level it has, or the one below: no two of these tables' boundaries lie so close that
+    both share them. One comparison with the boundary decides.
     """
 
     def __init__(self, bits: Bits, *, signed: bool, device: torch.device) -> None:
