@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vramfit.config import LossChoice
 from vramfit.engine.activations import Mode, plan_activations, set_activations, tighter
+from vramfit.engine.compiling import CompiledBlocks
 from vramfit.engine.evaluation import evaluation_mode
 from vramfit.engine.governor import Governor, Reading
 from vramfit.engine.loss import Batch, Targets, TokenLoss, model_inputs, targets_of
@@ -149,6 +150,7 @@ class ResidentExecutor:
         )
         self._peak = PeakMeter(model, optimizer, self.device)
         self.governor: Governor | None = None
+        self.compiled: CompiledBlocks | None = None  # the model's, where they were made before this
         self.recovery = Recovery(
             model,
             optimizer,

@@ -213,6 +213,11 @@ def trace(
     Raises ModelError when `transformers` cannot build it, UserError for a plan this version's engine cannot run.
     """
     lacks = missing(plan)
+    if plan.compiled:
+        raise UserError(
+            "A trace follows operations one by one, and this plan's are fused by a compiler",
+            "Trace the plan with compile off.",
+        )
     if plan.optimizer_tier != "device":
         raise UserError(
             "A trace follows one memory, the device's, and this plan's optimizer states are in another",

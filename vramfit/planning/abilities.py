@@ -49,7 +49,16 @@ ENGINE: Final = Abilities(
     sharding=("none",),
     optimizers=("adamw", "adafactor", "lion", "muon", "sgd"),
     features=frozenset(
-        {"compress", "tf32", "optimizer_in_backward", "optimizer_paged", "bf16_weights", "dora", "lora_experts"}
+        {
+            "compress",
+            "tf32",
+            "optimizer_in_backward",
+            "optimizer_paged",
+            "bf16_weights",
+            "dora",
+            "lora_experts",
+            "compiled",
+        }
     ),
 )
 """The engine of this version."""

@@ -19,6 +19,7 @@ import psutil
 from vramfit.config import RunConfig
 from vramfit.data.batches import MicroBatch, StepOrder, split
 from vramfit.data.prepare import PreparedData, prepare
+from vramfit.engine.compiling import CompiledBlocks
 from vramfit.engine.drift import Calibrator, Check
 from vramfit.engine.evaluation import has_finite_weights
 from vramfit.engine.precision import COLLAPSED_LOSS_SCALE, described
@@ -36,6 +37,7 @@ from vramfit.planning.plan import Forecast, Plan
 from vramfit.planning.planner import forecast_run
 from vramfit.planning.start import length_limit
 from vramfit.training import checkpoint
+from vramfit.training.compile_choice import settle
 from vramfit.training.health import Evaluations, Health, Refusals, Watches, named_rows
 from vramfit.training.memory_care import MemoryCare, Note, care_for
 from vramfit.training.metrics import (
@@ -108,7 +110,7 @@ def train(
     recorder.phase(PhaseProgress(name="loading", detail=f"the model, {format_count(architecture.params)} parameters"))
     goes_on = resume and (folder / CHECKPOINTS).is_dir()
     executor = open_executor(
-        config, plan, cache=cache, folder=folder, start_file=folder / ADAPTER_START, resumed=goes_on
+        config, forecast, cache=cache, folder=folder, start_file=folder / ADAPTER_START, resumed=goes_on
     )
     care = care_for(executor, forecast, config=config, architecture=architecture, machine=machine, cache=cache)
     run = _Run(
@@ -126,6 +128,8 @@ def train(
 
     done = run.resume() if resume else 0
     run.tell(care.limit_rows(resumed=done > 0), step=done)
+    if executor.compiled is not None and done < order.total_steps:
+        run.compile(executor.compiled, cache=cache, step=done)
     if done == 0:
         run.start_adapters()
         run.write_samples(tokenizer, step=0, stage="before")
@@ -234,6 +238,13 @@ class _Run:
                 DriftCheck(step=step, time=time.time(), loss=drift.loss, grad_norm=drift.grad_norm, raised=raised)
             )
         self._tell_drift(step, check)
+
+    def compile(self, blocks: CompiledBlocks, *, cache: Path, step: int) -> None:
+        """Before the first step, on the rows that it begins with."""
+        self.recorder.phase(PhaseProgress(name="loading", detail="compiling the blocks"))
+        piece = self.executor.pieces(self._micro_batches(self.order.rows(step + 1))[0])[0]
+        wish = self.config.memory.compile
+        self.tell(settle(blocks, self.executor, piece, wish=wish, folder=cache, kind=self.care.kind), step=step)
 
     def evaluate(self, step: int) -> bool:
         """Mean loss over the held-out share. Returns whether it is the best so far."""

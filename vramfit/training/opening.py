@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Final
 
 from vramfit.config import RunConfig
+from vramfit.engine.heap import keep_freed_memory
 from vramfit.engine.optimizers import build_optimizer
 from vramfit.engine.resident import ResidentExecutor
 from vramfit.errors import ConfigError, Problem
 from vramfit.models.export import export_kind
 from vramfit.models.load import adapted, load_model, quiet_transformers
-from vramfit.planning.plan import Plan
+from vramfit.planning.plan import Forecast, Plan
+from vramfit.training.compile_choice import compiled_blocks
 
 SCRATCH: Final = "blocks"
 """Inside a run's folder: blocks that live on disk in another format than the model's own files."""
@@ -20,15 +22,21 @@ _CHANGES_BASE: Final = ("pissa", "olora")
 
 
 def open_executor(
-    config: RunConfig, plan: Plan, *, cache: Path, folder: Path, start_file: Path, resumed: bool
+    config: RunConfig, forecast: Forecast, *, cache: Path, folder: Path, start_file: Path, resumed: bool
 ) -> ResidentExecutor:
     """The model of `config` with its optimizer, ready for steps. Raises UserError."""
+    plan = forecast.plan
     if plan.weights_tier == "device":
+        if plan.device == "cpu":
+            keep_freed_memory()
         model = load_model(config, plan, cache=cache, start_file=start_file, resumed=resumed)
         optimizer = build_optimizer(model, config.schedule, plan, seed=config.seed)
-        return ResidentExecutor(
+        blocks = compiled_blocks(config, plan, model, run_s=forecast.seconds)
+        executor = ResidentExecutor(
             model, plan=plan, optimizer=optimizer, max_grad_norm=config.schedule.max_grad_norm, loss=config.loss
         )
+        executor.compiled = blocks
+        return executor
     return _streaming(config, plan, folder=folder, start_file=start_file, resumed=resumed)
 
 
@@ -69,6 +77,12 @@ def _check(config: RunConfig) -> None:
             "adapter.variant",
             "DoRA begins with the lengths of all the base's columns, and this run streams the base block by block",
             "Choose lora or rslora, or more memory for the run.",
+        )
+    if config.memory.compile not in ("auto", "off"):
+        raise _refused(
+            "memory.compile",
+            "Blocks are compiled where they stay on the device, and in this run they visit it one by one",
+            "Set compile to auto, or give the run more memory.",
         )
     if export_kind(config) == "merged":
         raise _refused(

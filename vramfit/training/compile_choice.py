@@ -1,0 +1,108 @@
+"""Whether a run's blocks are compiled: as asked for, or as a trial on this machine has shown, which is remembered."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from torch import nn
+
+from vramfit.config import RunConfig
+from vramfit.engine.compiling import CompiledBlocks, Trial, first_pass, launches_of, trial
+from vramfit.engine.resident import Piece, ResidentExecutor
+from vramfit.planning.plan import Plan
+from vramfit.training.memory_care import Note
+
+FILE: Final = "compile_trials.json"
+LEAST_RUN_S: Final = 1800.0
+"""A trial takes a minute or two, most of it the compiler: a shorter run would not win them back."""
+
+
+def compiled_blocks(config: RunConfig, plan: Plan, model: nn.Module, *, run_s: float) -> CompiledBlocks | None:
+    """The blocks of `model` made ready for a compiler, to be called before the executor is made; None where they stay
+    as they are.
+
+    Without a wish there is a trial on a card, for a run that is predicted to take half an hour; never on a CPU, where
+    compiling took longer than anything it won.
+    """
+    automatic = config.memory.compile == "auto" and plan.device != "cpu" and run_s >= LEAST_RUN_S
+    if not plan.compiled and not automatic:
+        return None
+    return CompiledBlocks(model, plan.compile_mode)
+
+
+def settle(
+    blocks: CompiledBlocks, executor: ResidentExecutor, piece: Piece, *, wish: str, folder: Path, kind: str
+) -> Iterator[Note]:
+    """Compile before the first step, and say what came of it. `kind` names runs for which one trial stands; `piece` is
+    what goes through the model at once."""
+    if wish != "auto":
+        seconds = first_pass(executor, blocks, piece)
+        if blocks.on:
+            before, after = launches_of(executor, blocks, piece)
+            yield Note(
+                level="info",
+                kind="compile",
+                message=f"Blocks compiled ({blocks.mode}) in {seconds:.0f} s: {before:,} launches a pass before, "
+                f"{after:,} after.",
+            )
+        else:
+            yield _failed(blocks)
+        return
+    kind = f"{kind} | {blocks.mode}"
+    known = _remembered(folder, kind)
+    if known is not None:
+        blocks.on = known.pays
+        yield _told(known, "an earlier trial on this machine")
+        if blocks.on:
+            first_pass(executor, blocks, piece)
+    else:
+        made = trial(executor, blocks, piece)
+        if made is not None:
+            _remember(folder, kind, made)
+            yield _told(made, "a trial")
+    if blocks.problem:
+        yield _failed(blocks)
+
+
+def _told(made: Trial, source: str) -> Note:
+    done = "Blocks are compiled" if made.pays else "Blocks are not compiled"
+    return Note(level="info", kind="compile", message=f"{done}: in {source} that was {made}.")
+
+
+def _failed(blocks: CompiledBlocks) -> Note:
+    return Note(
+        level="warning", kind="compile", message=f"The compiler failed, so blocks run as they are: {blocks.problem}."
+    )
+
+
+def _remembered(folder: Path, kind: str) -> Trial | None:
+    values: Any = _all(folder).get(kind)
+    try:
+        before, after = values["launches"]
+        seconds = {name: float(values[name]) for name in ("eager_s", "compiled_s", "first_s")}
+        return Trial(launches=(int(before), int(after)), **seconds)
+    except (TypeError, KeyError, ValueError):
+        return None
+
+
+def _remember(folder: Path, kind: str, made: Trial) -> None:
+    place = folder / FILE
+    with contextlib.suppress(OSError):  # it will be tried again
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = place.with_suffix(f".{os.getpid()}.tmp")
+        beside.write_text(json.dumps({**_all(folder), kind: asdict(made)}, indent=1), encoding="utf-8")
+        beside.replace(place)
+
+
+def _all(folder: Path) -> dict[str, Any]:
+    try:
+        values = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
