@@ -48,9 +48,8 @@ def row_lengths(module: Any, adapter: str) -> Tensor:
     """|W + s B A| of each of the [out] rows, fp32."""
     dora, scale = module.lora_magnitude_vector[adapter], module.scaling[adapter]
     a, b = module.lora_A[adapter].weight.float(), module.lora_B[adapter].weight.float()
-    with torch.autocast(a.device.type, enabled=False):
-        cross = (b * _through_base(module, a).float()).sum(dim=1)
-        own = ((b @ (a @ a.T)) * b).sum(dim=1)
+    cross = (b * _through_base(module, a).float()).sum(dim=1)
+    own = ((b @ (a @ a.T)) * b).sum(dim=1)
     squares: Tensor = getattr(dora, _SQUARES)
     whole: Tensor = squares + 2 * scale * cross + scale**2 * own
     return whole.clamp_min(torch.finfo(torch.float32).tiny).sqrt()
@@ -66,7 +65,8 @@ def _forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **_: A
     bias = module.get_base_layer().bias
     straight = result if bias is None else result - bias
     both = straight + moved
-    change = module.lora_magnitude_vector[active_adapter].weight / row_lengths(module, active_adapter) - 1.0
+    with torch.autocast(x.device.type, enabled=False):
+        change = module.lora_magnitude_vector[active_adapter].weight / row_lengths(module, active_adapter) - 1.0
     # As a difference from 1, a factor keeps its digits in 16 bits.
     turned = torch.addcmul(both, both, change.to(both.dtype))
     whole = turned if bias is None else turned + bias

@@ -47,7 +47,8 @@ class Formats:
     """Bytes per number: `residual` between blocks, `compute` in matrix products. `trains` is whether base weights do.
 
     `autocast` is whether linears cast what they are given; `adapted` are the linears with LoRA, of `rank`, in
-    `adapter` bytes, and `dropout_mask` is bytes per number that their dropout keeps (0: none; cards keep a byte, the
+    `adapter` bytes, `dora` whether each output's length trains, too, `adapts_experts` whether experts in one tensor
+    have adapters. `dropout_mask` is bytes per number that their dropout keeps (0: none; cards keep a byte, the
     CPU a factor). `quantised` is whether the block's linears are in few bits. `masked` is whether attention gets a
     mask, as packed rows do, `window` whether the blocks that slide do; `length` is tokens of a sequence, wherever one
     attends to all others in memory (0: nowhere). `softmax` is bytes per number of a softmax that names no format.
@@ -60,6 +61,8 @@ class Formats:
     adapted: frozenset[str] = frozenset()
     rank: int = 0
     adapter: int = 4
+    dora: bool = False
+    adapts_experts: bool = False
     dropout_mask: int = 0
     quantised: bool = False
     attention: str = "sdpa"
@@ -282,6 +285,10 @@ class _Writer:
             high = self.tape.operation("mul", (high,), out, saves=(high,), trained=linear.outputs)
         scaled = self.tape.operation("scale", (high,), out)
         total = self.tape.operation("add", (result, scaled), out, passes=out == result.size, holds=held)
+        if formats.dora and not self.kernels.dora:  # our own: one factor for both, which keeps their sum
+            total = self.tape.operation(
+                "turn", (total,), out, saves=(total,), trained=linear.outputs, backward_temporary=2.0 * out
+            )
         return total if out == result.size else self.tape.operation("to 16 bits", (total,), result.size)
 
     def dropout(self, value: Value, width: int, size: float) -> Value:
@@ -571,6 +578,7 @@ class _Writer:
             weights=sum(linear.weights for linear in ups),
             unpacks=max(linear.weights for linear in ups) // each if each else 0,
         )
+        up = self.beside_experts(routed, up, ups)
         if self.shape.family in CLAMPS_GATE:
             product = self.clamped_gate(up, wide)
         elif self.shape.mlp == "gated":
@@ -587,7 +595,28 @@ class _Writer:
             weights=down.weights,
             unpacks=down.weights // each if each else 0,
         )
+        answers = self.beside_experts(product, answers, (down,))
         return self.combine(answers, routed, copies)
+
+    def beside_experts(self, value: Value, result: Value, linears: Sequence[Linear]) -> Value:
+        """result + scale B A dropout(x), row by row of what the experts are given."""
+        if not self.formats.adapts_experts or any(linear.module for linear in linears):
+            return result
+        experts, rank, size = self.shape.experts, self.formats.rank, self.formats.compute
+        if experts is None:
+            raise AssertionError("only blocks with experts have them")
+        inputs, copies = linears[0].inputs, linears[0].copies
+        fed = value
+        if self.formats.dropout_mask:  # of the format that is computed in: a CPU's factors are no wider
+            mask = float(experts.active * inputs * min(self.formats.dropout_mask, size))
+            fed = self.tape.operation("dropout", (value,), float(experts.active * inputs * size), saves_new=mask)
+        outputs = sum(linear.outputs for linear in linears)
+        low = self.tape.operation(
+            "expert_A", (fed,), float(experts.active * size * rank), saves=(fed,), trained=copies * rank * inputs
+        )
+        high = self.tape.operation("expert_B", (low,), result.size, saves=(low,), trained=copies * rank * outputs)
+        scaled = self.tape.operation("scale", (high,), result.size)
+        return self.tape.operation("add", (result, scaled), result.size, passes=True)
 
     def clamped_gate(self, up: Value, width: float) -> Value:
         """GPT-OSS: (up + 1) gate sigmoid(alpha gate), both limited first; the limits keep what they are given."""

@@ -26,7 +26,7 @@ from vramfit.planning.memory import (
     STATES,
     STREAM_SLOTS,
     Work,
-    adapted_linears,
+    sizes_of_block,
 )
 from vramfit.planning.plan import Plan, Workload
 from vramfit.planning.program import OURS, Program
@@ -157,9 +157,7 @@ class _Run:
 
     def _adapter(self, layer: int) -> Iterator[int]:
         """Numbers of each adapter matrix of a block. Sharding takes each for itself: what trains is apart."""
-        for linear in adapted_linears(self.shape, layer, self.plan.lora_targets):
-            yield self.plan.lora_rank * linear.inputs * linear.copies
-            yield self.plan.lora_rank * linear.outputs * linear.copies
+        yield from sizes_of_block(self.shape, layer, self.plan)
 
     # --- a micro-batch -----------------------------------------------------------------------------------------------
 

@@ -70,17 +70,46 @@ STREAM_SLOTS: Final = 2
 """Blocks on the device at once while streaming: one computes, one arrives."""
 
 
-def adapter_params(architecture: Architecture, *, rank: int, targets: tuple[str, ...]) -> int:
-    """Parameters of LoRA: rank x (inputs + outputs) for each adapted linear of each block."""
-    return sum(
-        _by_kind(
-            architecture,
-            lambda layer: sum(
-                rank * (linear.inputs + linear.outputs) * linear.copies
-                for linear in adapted_linears(architecture, layer, targets)
-            ),
-        )
-    )
+def adapter_params(
+    architecture: Architecture, *, rank: int, targets: tuple[str, ...], dora: bool = False, experts: bool = False
+) -> int:
+    """Parameters of LoRA: rank x (inputs + outputs) for each adapted linear of each block. DoRA has a length for each
+    output, too; `experts` are those beside each expert of a mixture."""
+
+    def of_block(layer: int) -> int:
+        return sum(adapter_sizes(architecture, layer, rank=rank, targets=targets, dora=dora, experts=experts))
+
+    return sum(_by_kind(architecture, of_block))
+
+
+def adapter_sizes(
+    architecture: Architecture,
+    layer: int,
+    *,
+    rank: int,
+    targets: tuple[str, ...],
+    dora: bool = False,
+    experts: bool = False,
+) -> tuple[int, ...]:
+    """Numbers of every tensor of the adapters of block `layer`."""
+    sizes: list[int] = []
+    for linear in adapted_linears(architecture, layer, targets):
+        sizes += [rank * linear.inputs * linear.copies, rank * linear.outputs * linear.copies]
+        sizes += [linear.outputs * linear.copies] if dora else []
+    for inputs, outputs in expert_sides(architecture, layer) if experts else ():
+        sizes += [rank * inputs, rank * outputs]
+    return tuple(sizes)
+
+
+def expert_sides(architecture: Architecture, layer: int) -> tuple[tuple[int, int], ...]:
+    """(inputs, outputs) of all experts of block `layer` together, for each tensor they are kept in: what makes the gate
+    and what makes its factor lie in one."""
+    own = [linear for linear in architecture.linears(layer) if linear.part == "expert" and not linear.module]
+    if not own:
+        return ()
+    *ups, down = own
+    up = ups[0].inputs * ups[0].copies, sum(linear.outputs * linear.copies for linear in ups)
+    return up, (down.inputs * down.copies, down.outputs * down.copies)
 
 
 def adapted_linears(architecture: Architecture, layer: int, targets: tuple[str, ...]) -> tuple[Linear, ...]:
@@ -98,7 +127,9 @@ def adapted_linears(architecture: Architecture, layer: int, targets: tuple[str, 
 def trained_params(architecture: Architecture, plan: Plan) -> int:
     """Parameters with a gradient."""
     if plan.lora_rank:
-        adapters = adapter_params(architecture, rank=plan.lora_rank, targets=plan.lora_targets)
+        adapters = adapter_params(
+            architecture, rank=plan.lora_rank, targets=plan.lora_targets, dora=plan.dora, experts=plan.lora_experts
+        )
         return adapters + len(plan.saved_modules) * architecture.embedding_params
     return architecture.params
 
@@ -737,6 +768,8 @@ def formats_of(architecture: Architecture, plan: Plan, program: Program = OURS, 
         trains=not plan.lora_rank,
         autocast=program.autocast and compute < 4,
         adapted=adapted,
+        dora=plan.dora,
+        adapts_experts=plan.lora_experts,
         rank=plan.lora_rank,
         adapter=int(program.adapter),
         quantised=bool(plan.lora_rank) and plan.weight_format in QUANTISED,
@@ -814,8 +847,19 @@ def _shape_only(architecture: Architecture) -> Architecture:
 def _block_trained(architecture: Architecture, layer: int, plan: Plan) -> int:
     if not plan.lora_rank:
         return architecture.params_of_block(layer)
-    adapted = adapted_linears(architecture, layer, plan.lora_targets)
-    return sum(plan.lora_rank * (linear.inputs + linear.outputs) * linear.copies for linear in adapted)
+    return sum(sizes_of_block(architecture, layer, plan))
+
+
+def sizes_of_block(architecture: Architecture, layer: int, plan: Plan) -> tuple[int, ...]:
+    """Numbers of every tensor of the adapters that `plan` has in block `layer`."""
+    return adapter_sizes(
+        architecture,
+        layer,
+        rank=plan.lora_rank,
+        targets=plan.lora_targets,
+        dora=plan.dora,
+        experts=plan.lora_experts,
+    )
 
 
 def _cast_bytes(architecture: Architecture, layer: int, plan: Plan, formats: Formats) -> float:

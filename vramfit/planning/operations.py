@@ -55,6 +55,10 @@ _FUSED: Final = frozenset({"norm", "rope", "gated", "attention", "scores", "soft
 """What is still a kernel of its own behind a compiler, beside products and residual additions."""
 
 
+_RANK_SIZED: Final = frozenset({"lora_A", "lora_B", "expert_A", "expert_B"})
+"""Products of adapters."""
+
+
 @dataclass(frozen=True)
 class Product:
     """A matrix product of a block: each row of `inputs` numbers times a matrix of `outputs` columns.
@@ -107,7 +111,7 @@ def block_work(architecture: Architecture, layer: int, formats: Formats, *, comp
     )
     between = [operation for operation in tape.operations if not _multiplies(operation, names)]
     # A product also writes and reads its rows; that is bound by arithmetic, save for a rank-sized one.
-    thin = [operation for operation in tape.operations if operation.name in ("lora_A", "lora_B")]
+    thin = [operation for operation in tape.operations if operation.name in _RANK_SIZED]
     casts = sum(1 for product in products if product.trained) if formats.casts else 0
     return BlockWork(
         products=products,
@@ -125,7 +129,7 @@ def block_work(architecture: Architecture, layer: int, formats: Formats, *, comp
 
 
 def _multiplies(operation: Operation, names: set[str]) -> bool:
-    return bool(operation.weights) or operation.name in names or operation.name in ("lora_A", "lora_B")
+    return bool(operation.weights) or operation.name in names or operation.name in _RANK_SIZED
 
 
 def _product(operation: Operation, architecture: Architecture, formats: Formats) -> Product:
@@ -134,6 +138,10 @@ def _product(operation: Operation, architecture: Architecture, formats: Formats)
     outputs = operation.output.size / size
     if operation.name in ("lora_A", "lora_B"):
         return Product(operation.trained / outputs, outputs)
+    if experts is not None and operation.name in ("expert_A", "expert_B"):
+        each = outputs / experts.active
+        share = experts.active / experts.count
+        return Product(operation.trained / experts.count / each, each, copies=experts.count, share=share)
     if experts is not None and operation.name in ("up", "down"):
         each = outputs / experts.active
         return Product(

@@ -150,7 +150,9 @@ def _block_params(architecture: Architecture) -> float:
 def _adapters(architecture: Architecture, plan: Plan) -> int:
     if not plan.lora_rank:
         return 0
-    return adapter_params(architecture, rank=plan.lora_rank, targets=plan.lora_targets)
+    return adapter_params(
+        architecture, rank=plan.lora_rank, targets=plan.lora_targets, dora=plan.dora, experts=plan.lora_experts
+    )
 
 
 def _attended(architecture: Architecture, length: float) -> float:
