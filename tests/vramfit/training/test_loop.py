@@ -551,7 +551,7 @@ def test_refused_steps_name_their_rows_and_leave_the_good_checkpoints(
         return model
 
     monkeypatch.setattr(ResidentExecutor, "step", listened)
-    monkeypatch.setattr("vramfit.training.loop.load_model", spoilt_later)
+    monkeypatch.setattr("vramfit.training.opening.load_model", spoilt_later)
     config = small_run(
         data={"packing": False},
         health={"refused_steps": 3},
@@ -601,7 +601,7 @@ def test_a_collapsed_scale_ends_the_run_with_a_remedy(
         model.model.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
         return model
 
-    monkeypatch.setattr("vramfit.training.loop.load_model", overflowing)
+    monkeypatch.setattr("vramfit.training.opening.load_model", overflowing)
     heard = kept()
     config = small_run(
         method="full",
