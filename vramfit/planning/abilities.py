@@ -63,7 +63,7 @@ ENGINE: Final = Abilities(
 )
 """The engine of this version."""
 
-SEVERAL_CARDS: Final = dataclasses.replace(ENGINE, sharding=("none", "ddp", "fsdp"))
+SEVERAL_CARDS: Final = dataclasses.replace(ENGINE, weights=("device",), sharding=("none", "ddp", "fsdp"))
 """The engine of this version, were it to share a run among cards: what all cards of a machine would do together."""
 
 DESIGNED: Final = Abilities(

@@ -19,8 +19,8 @@ from vramfit.planning.plan import Workload
 from vramfit.planning.search import Candidate, Search, quickest
 
 Verdict = Literal["fits", "streams", "needs", "no"]
-"""fits: this version runs it on the device. streams: it visits the device block by block. needs: it fits with something
-else this version lacks. no: nothing helps on this machine."""
+"""fits: it runs on the device. streams: its blocks visit the device one by one. needs: it fits with something else that
+this version lacks. no: nothing helps on this machine."""
 
 METHODS: Final[tuple[Method, ...]] = ("full", "lora", "qlora")
 LENGTHS: Final = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -105,9 +105,9 @@ def _search(machine: Machine, model: Architecture, method: Method, length: int) 
 
 
 def _verdict(found: Candidate) -> Verdict:
-    if not missing(found.plan, ENGINE):
-        return "fits"
-    return "streams" if found.family.streams else "needs"
+    if found.family.streams:
+        return "streams"
+    return "needs" if missing(found.plan, ENGINE) else "fits"
 
 
 def _outcome(search: Search, found: Candidate, verdict: Verdict) -> Outcome:

@@ -160,13 +160,22 @@ def _taste(machine: Machine, abilities: Abilities) -> Preset | None:
     return found or next((made for made in smaller if made is not None), None) or taste(LADDER[0], *TASTES[-1])
 
 
+def _resident(*choice: Any) -> Preset | None:
+    """As `_planned`, where the whole model stays on the device: only the biggest one is worth the wait of streaming."""
+    made = _planned(*choice)
+    if made is None:
+        return None
+    plan, layers = made.forecast.plan, _architecture(made.model).layers
+    return made if plan.weights_tier == "device" or plan.resident_blocks >= layers else None
+
+
 def _quality(machine: Machine, abilities: Abilities) -> Preset | None:
-    """The largest model whose base stays in 16 bits, with LoRA on every linear, at 2,048 tokens."""
-    return _largest([partial(_planned, machine, abilities, "best quality", model, "lora", 2048) for model in LADDER])
+    """The largest model whose base stays on the device in 16 bits, with LoRA on every linear, at 2,048 tokens."""
+    return _largest([partial(_resident, machine, abilities, "best quality", model, "lora", 2048) for model in LADDER])
 
 
 def _biggest(machine: Machine, abilities: Abilities) -> Preset | None:
-    """The largest model that trains at all: a 4-bit base, at 1,024 tokens."""
+    """The largest model that trains at all, streamed if need be: a 4-bit base, at 1,024 tokens."""
     return _largest([partial(_planned, machine, abilities, "biggest model", model, "qlora", 1024) for model in LADDER])
 
 
@@ -176,7 +185,9 @@ def _context(machine: Machine, abilities: Abilities) -> Preset | None:
     smaller = [model for model in reversed(LADDER) if _architecture(model).params < CONTEXT_MODEL_PARAMS]
     for model in (*usable, *smaller):
         lengths = [length for length in CONTEXT_LADDER if length <= _architecture(model).max_position]
-        plans = [partial(_planned, machine, abilities, "longest context", model, "qlora", length) for length in lengths]
+        plans = [
+            partial(_resident, machine, abilities, "longest context", model, "qlora", length) for length in lengths
+        ]
         if (made := _largest(plans)) is not None:
             return made
     return None

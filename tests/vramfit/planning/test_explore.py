@@ -33,12 +33,20 @@ def test_what_fits_is_what_the_planner_plans() -> None:
     assert found.tokens_per_s == planned.speed.tokens_per_s
 
 
-def test_a_70b_streams_on_24_gib_and_says_what_this_version_lacks() -> None:
+def test_a_70b_streams_on_24_gib() -> None:
     found = outcome(machine_with("RTX 4090", ram_gib=96), model("meta-llama/Meta-Llama-3-70B"), "qlora")
 
     assert found.verdict == "streams"
-    assert "streaming from RAM" in found.needs
+    assert found.way == "streaming from RAM"
+    assert found.needs == ()
     assert found.host_bytes <= 96 * 2**30
+
+
+def test_a_full_8b_streams_and_says_what_this_version_lacks() -> None:
+    found = outcome(machine_with("RTX 4090", ram_gib=256), model("meta-llama/Meta-Llama-3-8B"), "full")
+
+    assert found.verdict == "streams"
+    assert "streaming of weights that train" in found.needs
 
 
 def test_a_405b_in_full_is_impossible_on_a_card_and_the_tier_is_named() -> None:

@@ -12,8 +12,9 @@ from vramfit.hardware.catalogue import Card, cards, machine_with
 from vramfit.hardware.devices import Machine
 from vramfit.models import catalogue
 from vramfit.planning.abilities import DESIGNED, SEVERAL_CARDS
+from vramfit.planning.plan import Forecast
 from vramfit.planning.planner import forecast_run
-from vramfit.planning.presets import GOALS, LADDER, TASTE_SECONDS, USUAL_DATA, Goal, Preset, preset, presets_of
+from vramfit.planning.presets import GOALS, LADDER, TASTE_SECONDS, USUAL_DATA, Preset, preset, presets_of
 
 
 def params(model: str) -> int:
@@ -27,7 +28,13 @@ def next_up(model: str) -> str | None:
     return LADDER[place] if place < len(LADDER) else None
 
 
-def replanned(one: Preset, machine: Machine, **changes: object) -> object:
+def layers(model: str) -> int:
+    found = catalogue.find(model)
+    assert found is not None
+    return found.layers
+
+
+def replanned(one: Preset, machine: Machine, **changes: object) -> Forecast:
     """The planner's own answer to a preset's wish."""
     architecture = catalogue.find(str(changes.get("model", one.model)))
     assert architecture is not None
@@ -54,17 +61,31 @@ def test_every_card_has_a_run_for_every_goal_and_it_fits(card: Card) -> None:
         assert replanned(one, machine) == one.forecast
 
 
-@pytest.mark.parametrize("goal", ["best quality", "biggest model"])
 @pytest.mark.parametrize("name", ["RTX 3060", "RTX 4090", "A770", "A100 80GB"])
-def test_the_next_larger_model_would_not_fit(name: str, goal: Goal) -> None:
+def test_the_model_after_the_biggest_would_not_fit(name: str) -> None:
     machine = machine_with(name)
-    one = preset(goal, machine)
+    one = preset("biggest model", machine)
     assert one is not None
     larger = next_up(one.model)
-    assert larger is not None
+    if larger is not None:
+        with pytest.raises(WontFit):
+            replanned(one, machine, model=larger)
 
-    with pytest.raises(WontFit):
-        replanned(one, machine, model=larger)
+
+@pytest.mark.parametrize("name", ["RTX 3060", "RTX 4090", "A770", "A100 80GB"])
+def test_the_model_after_the_best_would_have_to_stream(name: str) -> None:
+    machine = machine_with(name)
+    one = preset("best quality", machine)
+    assert one is not None
+    assert one.forecast.plan.resident_blocks in (0, layers(one.model))
+    larger = next_up(one.model)
+    assert larger is not None
+    try:
+        next_one = replanned(one, machine, model=larger)
+    except WontFit:
+        return
+    assert next_one.plan.weights_tier != "device"
+    assert next_one.plan.resident_blocks < layers(larger)
 
 
 @pytest.mark.parametrize("name", ["RTX 3060", "RTX 4090", "H100"])
@@ -129,7 +150,7 @@ def test_a_quick_taste_ends_in_time_on_two_cores_too() -> None:
 
 
 def test_what_takes_days_is_marked() -> None:
-    slow, quick = preset("biggest model", two_cores()), preset("biggest model", machine_with("RTX 4090"))
+    slow, quick = preset("biggest model", two_cores()), preset("best quality", machine_with("RTX 4090"))
     assert slow is not None
     assert quick is not None
     assert slow.takes_long
