@@ -301,7 +301,7 @@ def map_table(found: Sequence[Outcome], look: Look, texts: Texts) -> str:
     )
     legend = "".join(
         f'<span><i class="vf-dot vf-cell-{key}"></i>{_esc(texts[f"explore.{key}"])}</span>'
-        for key in ("fits", "later", "no")
+        for key in ("fits", "streams", "later", "no")
     )
     table = f'<table class="vf-heat"><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>'
     return f'<div class="vf-scroll">{table}</div><div class="vf-sub vf-keys">{legend}</div>'
@@ -317,7 +317,7 @@ def _cell(one: Outcome, look: Look, texts: Texts) -> str:
 
 
 def _shade(one: Outcome) -> str:
-    return one.verdict if one.verdict in ("fits", "no") else "later"
+    return "later" if one.needs and one.verdict != "no" else one.verdict
 
 
 def _speed(one: Outcome, texts: Texts) -> str:

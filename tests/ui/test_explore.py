@@ -38,6 +38,7 @@ def test_the_map_has_a_cell_for_every_model_and_method(explorer: Explorer) -> No
     assert shown.count("<td") == 33
     assert shown.count("data-chosen") == 1
     assert "vf-cell-fits" in shown
+    assert "vf-cell-streams" in shown
     assert "vf-cell-later" in shown
     assert "vf-cell-no" in shown
 
@@ -59,14 +60,18 @@ def test_without_a_card_ram_is_called_ram() -> None:
 
 def test_a_cell_says_speed_and_bytes_and_on_hover_what_is_missing() -> None:
     machine = machine_with("GeForce RTX 4090")
-    models = [catalogue.find(name) for name in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-32B", "meta-llama/Llama-3.1-405B")]
+    names = ("Qwen/Qwen3-0.6B", "meta-llama/Meta-Llama-3-8B", "Qwen/Qwen3-32B", "meta-llama/Llama-3.1-405B")
+    models = [model for name in names if (model := catalogue.find(name)) is not None]
     found = heat_map(machine, [model for model in models if model])
     shown = map_table(found, Look.of({}, EN), EN)
     by_name = {(one.model, one.method): one for one in found}
     fits = by_name["Qwen/Qwen3-0.6B", "lora"]
     assert format_bytes(fits.device_bytes) in shown
-    later = by_name["Qwen/Qwen3-32B", "lora"]
-    assert later.needs
+    streams = by_name["Qwen/Qwen3-32B", "lora"]
+    assert streams.verdict == "streams"
+    assert "Not in this version" not in told(streams, EN)
+    later = next(one for one in heat_map(machine_with("GeForce RTX 4090", ram_gib=256), models[1:2]) if one.needs)
+    assert later.method == "full"
     assert f"Not in this version: {', '.join(later.needs)}" in told(later, EN)
     assert later.least_bytes > 24 * GIB
     assert f"at least {format_bytes(later.least_bytes)}" in told(later, EN)

@@ -269,6 +269,7 @@ WORDS: dict[str, str] = {
     "explore.lengths.title": "Memory as sequences grow",
     "explore.cost.title": "Hours, energy and money",
     "explore.fits": "fits",
+    "explore.streams": "streams, block by block",
     "explore.later": "not in this version",
     "explore.no": "no",
     "explore.least": "This version needs at least {size} of the card.",

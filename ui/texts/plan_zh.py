@@ -68,6 +68,7 @@ SENTENCES: dict[str, str] = {
 }
 
 LACKING: dict[str, str] = {
+    "streaming of weights that train": "流式训练可训练的权重",
     "streaming from RAM": "从内存流式加载",
     "streaming from disk": "从磁盘流式加载",
     "an optimizer in RAM": "放在内存的优化器",

@@ -260,6 +260,7 @@ WORDS: dict[str, str] = {
     "explore.lengths.title": "序列变长时的显存",
     "explore.cost.title": "时间、电量与费用",
     "explore.fits": "放得下",
+    "explore.streams": "逐层流入",
     "explore.later": "本版本还不行",
     "explore.no": "不行",
     "explore.least": "本版本至少需要显存 {size}。",

@@ -77,7 +77,7 @@ def _verdict(one: Outcome) -> str:
         return "fits"
     if one.verdict == "no":
         return f"no ({one.limit})"
-    return f"not yet ({one.way})"
+    return f"not yet ({one.way})" if one.needs else one.way
 
 
 def _speed(one: Outcome) -> str:
