@@ -17,6 +17,7 @@ by grouped products) and which tensors each PyTorch operation saves for backward
 | SiLU or GELU | its input; GELU written in Python also its tanh and both factors of its product |
 | product of the gated MLP | both factors; fused kernels keep gate and up alone |
 
+In a block that is compressed, inputs of linears wait in 8 bits where nothing else keeps them (`Tape.in_eight_bits`).
 Behind a compiler what lies between products keeps its inputs alone; inputs of products that train stay.
 Selective recompute keeps some results for backward and makes the rest again.
 """
@@ -39,7 +40,7 @@ from vramfit.models.families import (
     WIDE_LAYER_NORM,
 )
 from vramfit.planning.program import PYTHON_KERNELS, Kernels
-from vramfit.planning.tape import Moment, Tape, Value, highest
+from vramfit.planning.tape import Given, Moment, Tape, Value, highest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +102,12 @@ class BlockMemory:
 
 
 @lru_cache(maxsize=512)
-def block_memory(architecture: Architecture, layer: int, formats: Formats, *, input_grad: bool = True) -> BlockMemory:
-    """Walk block `layer`; `input_grad` is False for the first block of a frozen model: its input needs none."""
-    tape, start = block_tape(architecture, layer, formats, input_grad=input_grad)
+def block_memory(
+    architecture: Architecture, layer: int, formats: Formats, *, input_grad: bool = True, compressed: bool = False
+) -> BlockMemory:
+    """Walk block `layer`; `input_grad` is False for the first block of a frozen model: its input needs none.
+    `compressed`: inputs of its linears wait in 8 bits."""
+    tape, start = block_tape(architecture, layer, formats, input_grad=input_grad, compressed=compressed)
     return BlockMemory(
         input=start.size,
         input_saved=any(start.storage in operation.saves for operation in tape.operations),
@@ -141,10 +145,11 @@ def _held_otherwise(tape: Tape) -> dict[str, float]:
 
 
 def block_tape(
-    architecture: Architecture, layer: int, formats: Formats, *, input_grad: bool = True
+    architecture: Architecture, layer: int, formats: Formats, *, input_grad: bool = True, compressed: bool = False
 ) -> tuple[Tape, Value]:
     """Block `layer` on a tape, and its input."""
-    return _Writer(architecture, formats, layer, input_grad=input_grad).write()
+    tape, start = _Writer(architecture, formats, layer, input_grad=input_grad).write()
+    return tape.in_eight_bits() if compressed else tape, start
 
 
 class _Writer:
@@ -257,6 +262,7 @@ class _Writer:
             weights=linear.weights,
             backward_temporary=copy,
             holds=named,
+            given=Given(value.number, linear.inputs, copy or value.size) if linear.module else None,
         )
         return self.adapter(value, result, linear, named) if adapted else result
 
@@ -277,9 +283,14 @@ class _Writer:
             if fed.size > compute * width:
                 fed = self.tape.operation("to 16 bits", (fed,), float(compute * width))
         trained = rank * linear.inputs, rank * linear.outputs
-        low = self.tape.operation("lora_A", (fed,), float(compute * rank), saves=(fed,), trained=trained[0])
+        source = fed if formats.dropout_mask else value  # each adapter drops out for itself
+        given = Given(source.number, width, fed.size)
+        low = self.tape.operation(
+            "lora_A", (fed,), float(compute * rank), saves=(fed,), trained=trained[0], given=given
+        )
         out = float(compute * linear.outputs)
-        high = self.tape.operation("lora_B", (low,), out, saves=(low,), trained=trained[1])
+        given = Given(low.number, rank, low.size)
+        high = self.tape.operation("lora_B", (low,), out, saves=(low,), trained=trained[1], given=given)
         if self.kernels.dora:
             result = self.tape.operation("mul", (result,), result.size, saves=(result,), trained=linear.outputs)
             high = self.tape.operation("mul", (high,), out, saves=(high,), trained=linear.outputs)

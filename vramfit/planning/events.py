@@ -20,17 +20,17 @@ from vramfit.planning.allocator import Event
 from vramfit.planning.block import block_tape
 from vramfit.planning.memory import (
     BYTES,
-    COMPRESSED,
     QUANTISED,
     STATE_BYTES,
     STATES,
     STREAM_SLOTS,
     Work,
+    compresses,
     sizes_of_block,
 )
 from vramfit.planning.plan import Plan, Workload
 from vramfit.planning.program import OURS, Program
-from vramfit.planning.tape import GRADIENT, Step, Tape
+from vramfit.planning.tape import GRADIENT, PACKING, PIECE, RESTORING, Step, Tape
 
 _STEPS: Final = 3
 _GATHER: Final = 1
@@ -70,7 +70,7 @@ class _Run:
         self.work, self.plan, self.shape = work, work.plan, work.architecture
         self.events: list[Event] = []
         self._tensors = 0
-        self._tapes: dict[tuple[bool, bool, bool], Tape] = {}
+        self._tapes: dict[tuple[bool, bool, bool, bool], Tape] = {}
         self._steps: dict[tuple[int, bool], list[Step]] = {}
         self._gradients: list[int] = []  # of parameters; they live until the optimizer step
         self._until_backward_ends: list[int] = []
@@ -191,8 +191,6 @@ class _Run:
         plan, casts = self.plan, self._casts(layer)
         again = layer < plan.recompute
         output, saved = self._forward(layer, keeps=not again)
-        if not again and layer < plan.recompute + plan.compress:
-            saved = self._compressed(layer, saved)
         if again and not self.work.caches_casts:
             self.free(*casts)
             casts = []
@@ -204,9 +202,11 @@ class _Run:
         experts = self.shape.experts
         input_grad = layer > 0 or not self.plan.lora_rank or self.work.program.input_grads
         slides = self.work.formats.window and self.shape.slides(layer)
-        key = bool(experts and experts.at(layer)), slides, input_grad
+        small = compresses(self.plan, layer)
+        key = bool(experts and experts.at(layer)), slides, input_grad, small
         if key not in self._tapes:
-            self._tapes[key] = block_tape(self.shape, layer, self.work.formats, input_grad=input_grad)[0]
+            formats = self.work.formats
+            self._tapes[key] = block_tape(self.shape, layer, formats, input_grad=input_grad, compressed=small)[0]
         return self._tapes[key]
 
     @property
@@ -233,7 +233,7 @@ class _Run:
         """Run a block: (its output, what it saved by storage)."""
         tape, live = self._tape(layer), dict[int, int]()
         for step in self._forward_steps(layer, keeps=keeps):
-            self._walk(step, live)
+            self._walk(step, live, keeps=keeps)
         return live.pop(tape.end), live
 
     def _forward_steps(self, layer: int, *, keeps: bool) -> list[Step]:
@@ -243,7 +243,7 @@ class _Run:
             found = self._steps[id(tape), keeps] = list(tape.forward_steps(keeps=keeps))
         return found
 
-    def _walk(self, step: Step, live: dict[int, int]) -> None:
+    def _walk(self, step: Step, live: dict[int, int], *, keeps: bool) -> None:
         """The tensors of one operation; a matrix in few bits is unpacked for it."""
         tokens = self.work.tokens
         unpacked = self.make(self._unpacked(step))
@@ -253,20 +253,16 @@ class _Run:
                 live[number] = self.make(size * tokens)
             elif size < 0:
                 self.free(live.pop(number))
-        self.free(temporary, unpacked)
+        piece = self._piece(PACKING, step.operation.packs) if keeps else 0
+        self.free(temporary, unpacked, piece)
+
+    def _piece(self, each: int, numbers: int) -> int:
+        """fp32 copies of what goes to 8 bits, or comes from them."""
+        return self.make(each * min(PIECE, numbers * self.work.tokens))
 
     def _unpacked(self, step: Step) -> float:
         plan = self.plan
         return 2.0 * step.operation.unpacks if plan.weight_format in QUANTISED and plan.lora_rank else 0.0
-
-    def _compressed(self, layer: int, saved: dict[int, int]) -> dict[int, int]:
-        """What was saved as int8."""
-        sizes = self._tape(layer).sizes
-        small = {}
-        for storage, tensor in saved.items():
-            small[storage] = self.make(COMPRESSED * sizes[storage] * self.work.tokens)
-            self.free(tensor)
-        return small
 
     # --- the loss ----------------------------------------------------------------------------------------------------
 
@@ -351,8 +347,6 @@ class _Run:
             casts = self._casts(layer)
             self.free(*saved.values())
             output, saved = self._forward(layer, keeps=True)
-        elif layer < plan.recompute + plan.compress:
-            saved = self._expanded(layer, saved)
         holds = again and self.work.program.holds_output
         if not holds:
             self.free(output)
@@ -375,13 +369,6 @@ class _Run:
         holds = work.program.sharding.holds_frozen_inputs and work.shares_weights and self.plan.cards > 1
         return bool(holds and self.plan.lora_rank and self.plan.recompute)
 
-    def _expanded(self, layer: int, small: dict[int, int]) -> dict[int, int]:
-        sizes, saved = self._tape(layer).sizes, {}
-        for storage, tensor in small.items():
-            saved[storage] = self.make(sizes[storage] * self.work.tokens)
-            self.free(tensor)
-        return saved
-
     def _walk_back(
         self, layer: int, saved: dict[int, int], gradient: int, *, shared: bool, first: bool
     ) -> tuple[list[int], int]:
@@ -394,6 +381,7 @@ class _Run:
             trained, whole = step.operation.trained, 0
             temporary = self.make(step.temporary * work.tokens)
             unpacked = self.make(self._unpacked(step))
+            self.free(self._piece(RESTORING, step.operation.restores))
             for change in step.changes:
                 if change.size > 0:
                     live[change.number] = self.make(change.size * work.tokens)

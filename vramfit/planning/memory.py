@@ -60,9 +60,6 @@ STATE_BYTES: Final = {32: 4.0, 16: 2.0, 8: 1.0 + 4 / 256, 4: 0.5 + 4 / 128}
 STATES: Final = {"adamw": 2, "lion": 1, "muon": 1, "sgd": 1, "adafactor": 0}
 """States per parameter. Adafactor's are a row and a column of each matrix, which is nothing beside the rest."""
 
-COMPRESSED: Final = 0.53
-"""A 16-bit activation as int8 with an fp32 scale per 128: (1 + 4 / 128) / 2, and a little that stays as it is."""
-
 COMMUNICATION_BYTES: Final = GIB
 """Buffers of NCCL on one card: 0.5 to 1.5 GiB."""
 
@@ -248,7 +245,7 @@ class Work:
             trained=trained_params(architecture, plan),
             weight=weight,
             gradient=weight if program.gradient is None else program.gradient,
-            blocks=tuple(_blocks(architecture, formats, frozen=bool(plan.lora_rank) and not program.input_grads)),
+            blocks=tuple(_blocks(architecture, formats, plan, frozen=bool(plan.lora_rank) and not program.input_grads)),
             block_trained=_by_kind(architecture, lambda layer: _block_trained(architecture, layer, plan)),
             casts=_by_kind(architecture, lambda layer: _cast_bytes(architecture, layer, plan, formats)),
         )
@@ -472,8 +469,7 @@ class Work:
                 selected = block.selected if self.keeps_products else 0.0
                 found.append(((block.input if self.plan.input_tier == "device" else 0.0) + selected) * self.tokens)
                 continue
-            share = COMPRESSED if layer < self.plan.recompute + self.plan.compress else 1.0
-            found.append(((block.input if block.input_saved else 0.0) + share * block.saved) * self.tokens)
+            found.append(((block.input if block.input_saved else 0.0) + block.saved) * self.tokens)
         return tuple(found)
 
     @property
@@ -622,9 +618,10 @@ class Work:
         return held if self.plan.loss == "full" or self.program.logits_kept else 0.0
 
     def backward_phases(self) -> tuple[PhaseMemory, ...]:
-        """At the last block, at the last recomputed one, and at the first: between them memory changes linearly."""
+        """At the last block, at the last of each kind, and at the first: between them memory changes linearly."""
         last = self.architecture.layers - 1
-        layers = sorted({last, max(0, self.plan.recompute - 1), 0}, reverse=True)
+        again, compressed = self.plan.recompute, self.plan.compress
+        layers = sorted({last, max(0, again - 1), min(last, max(0, again + compressed - 1)), 0}, reverse=True)
         if self.shares_weights and last > 1:
             layers.insert(1, last - 1)  # where the next block is fetched ahead
         return tuple(self.backward_phase(layer) for layer in dict.fromkeys(layers))
@@ -646,7 +643,7 @@ class Work:
             f"backward of block {layer + 1}",
             gradients=self._gradients_at(layer, moment),
             kept=self.kept_before(layer) + own_input + self._held_inputs(layer) + self.held_mask,
-            working=moment.per_token * self.tokens + output,
+            working=moment.alive(self.tokens) + output,
             logits=self.held_logits,
             weights=self.root + self.gathered(layer) + casts,
             dequantised=self._unpacked_at(moment),
@@ -654,7 +651,7 @@ class Work:
 
     def _moving_at(self, layer: int, moment: Moment) -> float:
         """What differs from moment to moment."""
-        return moment.per_token * self.tokens + self._gradients_at(layer, moment) + self._unpacked_at(moment)
+        return moment.alive(self.tokens) + self._gradients_at(layer, moment) + self._unpacked_at(moment)
 
     def _unpacked_at(self, moment: Moment) -> float:
         """The matrix in use, unpacked from a quantised base to 16 bits."""
@@ -830,13 +827,32 @@ def _by_kind(
     return tuple(found[kind] for kind in kinds)
 
 
-def _blocks(architecture: Architecture, formats: Formats, *, frozen: bool) -> Iterator[BlockMemory]:
+def _blocks(architecture: Architecture, formats: Formats, plan: Plan, *, frozen: bool) -> Iterator[BlockMemory]:
     """Every block's walk. The first block of a `frozen` model differs: nothing before it needs a gradient."""
     shape = _shape_only(architecture)
-    usual = _by_kind(architecture, lambda layer: block_memory(shape, layer, formats), windows=formats.window)
-    if frozen:
-        usual = (block_memory(shape, 0, formats, input_grad=False), *usual[1:])
-    yield from usual
+
+    def of_all(*, compressed: bool) -> tuple[BlockMemory, ...]:
+        usual = _by_kind(
+            architecture,
+            lambda layer: block_memory(shape, layer, formats, compressed=compressed),
+            windows=formats.window,
+        )
+        if not frozen:
+            return usual
+        return (block_memory(shape, 0, formats, input_grad=False, compressed=compressed), *usual[1:])
+
+    kept = of_all(compressed=False)
+    if not plan.compress:
+        yield from kept
+        return
+    few = of_all(compressed=True)
+    for layer in range(architecture.layers):
+        yield few[layer] if compresses(plan, layer) else kept[layer]
+
+
+def compresses(plan: Plan, layer: int) -> bool:
+    """Whether block `layer` keeps its linears' inputs in 8 bits."""
+    return plan.recompute <= layer < plan.recompute + plan.compress
 
 
 def _shape_only(architecture: Architecture) -> Architecture:

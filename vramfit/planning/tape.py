@@ -10,7 +10,7 @@ what a model is.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Final, NamedTuple
 
@@ -25,13 +25,39 @@ class Value:
     grad: bool
 
 
+EIGHT_BITS: Final = 1.0 + 4 / 128
+"""Bytes of a number kept in 8 bits: an fp32 scale is for 128."""
+
+_SHARES_A_SCALE: Final = 128
+PIECE: Final = 2**22
+"""Numbers that go to 8 bits, or come back, at once: their fp32 copies are never more."""
+
+PACKING: Final = 8
+"""Bytes of a number on its way to 8 bits: an fp32 copy, and as much noise."""
+
+RESTORING: Final = 4
+"""Bytes of one on its way back, beside the tensor it goes to."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a linear keeps of its input: in `storage`, `width` numbers of `size` bytes per token, made from value
+    `source`, itself or a copy."""
+
+    source: int
+    width: int
+    size: float
+    storage: int = -1
+
+
 @dataclass(frozen=True)
 class Operation:
     """One operation. `saves` are storages kept for its backward; the temporaries live only while it runs.
 
     `passes` is True when its inputs' gradients are its output's gradient itself (an addition, a view). `weights` are
     the numbers of the matrix it multiplies with, `trained` those of its parameters that get a gradient. `holds` are
-    values that variables of the program keep alive until it is done.
+    values that variables of the program keep alive until it is done. `given` is what a linear keeps of its input;
+    `packs` numbers per token it puts into 8 bits, `restores` numbers that its backward takes out of them.
     """
 
     name: str
@@ -45,6 +71,9 @@ class Operation:
     unpacks: int = 0
     trained: int = 0
     holds: tuple[Value, ...] = ()
+    given: Given | None = None
+    packs: int = 0
+    restores: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,13 +81,20 @@ class Moment:
     """What is alive while one operation runs.
 
     `per_token` bytes per token; `made` parameters whose gradient was complete before, `making` those of this operation;
-    `weights` numbers of the matrix it uses, which a quantised base must unpack.
+    `weights` numbers of the matrix it uses, which a quantised base must unpack. `pieces`: numbers per token that go to
+    8 bits or come from them, in fp32 copies of `piece_bytes` a number, a piece at a time.
     """
 
     per_token: float
     made: int = 0
     making: int = 0
     weights: int = 0
+    pieces: int = 0
+    piece_bytes: int = 0
+
+    def alive(self, tokens: int) -> float:
+        """Bytes of `tokens` tokens."""
+        return self.per_token * tokens + self.piece_bytes * min(PIECE, self.pieces * tokens)
 
     def covers(self, other: Moment) -> bool:
         """Whether no number of `other` is larger, so that it can never be the peak."""
@@ -67,6 +103,7 @@ class Moment:
             and self.made + self.making >= other.made + other.making
             and self.making >= other.making
             and self.weights >= other.weights
+            and self.pieces * self.piece_bytes >= other.pieces * other.piece_bytes
         )
 
 
@@ -142,11 +179,12 @@ class Tape:
         passes: bool = False,
         view: bool = False,
         holds: Sequence[Value] = (),
+        given: Given | None = None,
     ) -> Value:
         """Append an operation and return its output of `size` bytes per token.
 
         Nothing is saved unless an input needs a gradient or a parameter is `trained`. `saves_new` is a copy made for
-        backward alone; a `view` shares its first input's storage.
+        backward alone; a `view` shares its first input's storage. `given` says which input of a linear it saves, last.
         """
         grad = trained > 0 or any(value.grad for value in inputs)
         storage = inputs[0].storage if view else self._storage(size)
@@ -169,9 +207,39 @@ class Tape:
                 unpacks=weights if unpacks is None else unpacks,
                 trained=trained,
                 holds=tuple(holds),
+                given=replace(given, storage=kept[-1]) if given and kept else None,
             )
         )
         return output
+
+    def in_eight_bits(self) -> Tape:
+        """The tape of the same block where inputs of linears wait in 8 bits: those wide enough for a scale that no
+        other operation has kept before. Copies of one input in one format are one. Every backward that needs one
+        restores it for itself."""
+        small = Tape([], list(self.sizes), self._values, self._start, self._start_value)
+        stay, operations = set[int](), list[Operation]()
+        packed: dict[tuple[int, float], int] = {}
+        for operation in self.operations:
+            given = operation.given
+            if given is None or given.width < _SHARES_A_SCALE or given.storage in stay:
+                stay.update(operation.saves if given is None else ())
+                operations.append(operation)
+                continue
+            key = given.source, given.size / given.width
+            known = key in packed
+            if not known:
+                packed[key] = small._storage(EIGHT_BITS * given.width)
+            operations.append(
+                replace(
+                    operation,
+                    saves=(*operation.saves[:-1], packed[key]),
+                    backward_temporary=operation.backward_temporary + given.size,
+                    packs=0 if known else given.width,
+                    restores=given.width,
+                )
+            )
+        small.operations = operations
+        return small
 
     @property
     def saved(self) -> float:
@@ -187,7 +255,8 @@ class Tape:
         """Moments of forward: outputs still to be used, and with `keeps` what backward will need."""
         alive = 0.0
         for step in self.forward_steps(keeps=keeps):
-            yield Moment(step.highest(alive), weights=step.operation.unpacks)
+            packs = step.operation.packs if keeps else 0
+            yield Moment(step.highest(alive), weights=step.operation.unpacks, pieces=packs, piece_bytes=PACKING)
             alive += step.change
 
     def backward(self) -> Iterator[Moment]:
@@ -195,7 +264,7 @@ class Tape:
         alive, made = self.saved + self.operations[-1].output.size, 0
         for step in self.backward_steps()[0]:
             operation = step.operation
-            yield Moment(step.highest(alive), made, operation.trained, operation.unpacks)
+            yield Moment(step.highest(alive), made, operation.trained, operation.unpacks, operation.restores, RESTORING)
             alive += step.change
             made += operation.trained
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -83,6 +84,57 @@ def test_the_first_frozen_block_keeps_nothing_for_its_first_norm() -> None:
     first = block_memory(llama_8b(), 0, formats, input_grad=False)
 
     assert first.saved < block_memory(llama_8b(), 0, formats).saved
+
+
+ALL = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
+ADAPTED = {"trains": False, "adapted": ALL, "rank": 16}
+
+
+@pytest.mark.parametrize(
+    ("formats", "doubles", "numbers"),
+    [
+        # Inputs of q, k, v and of gate, up, and of down: once each. That of o is attention's own result.
+        ({"residual": 4, "compute": 4, "trains": True}, 0, 2 * 576 + 1536),
+        ({"residual": 4, "compute": 4, **ADAPTED}, 0, 2 * 576 + 1536),
+        ({"residual": 4, "compute": 4, **ADAPTED, "dropout_mask": 4}, 0, 6 * 576 + 1536),
+        # Adapters in fp32 under autocast make a 16-bit copy of every linear's input: o's, too, and three of q, k, v's.
+        ({"residual": 2, "compute": 2, "autocast": True, **ADAPTED}, 3 * 576, 3 * 576 + 1536),
+        ({"residual": 2, "compute": 2, "autocast": True, **ADAPTED, "dropout_mask": 4}, 0, 6 * 576 + 1536),
+        ({"residual": 4, "compute": 2, "autocast": True, "trains": True}, 3 * 576, 2 * 576 + 1536),
+    ],
+)
+def test_inputs_of_linears_wait_in_8_bits_once_each(formats: dict[str, Any], doubles: int, numbers: int) -> None:
+    """SmolLM2-135M: each saves its bytes less 1 + 4 / 128, and what was a second copy (`doubles`) all of them."""
+    used = Formats(**{"autocast": False, **formats})
+    kept = block_memory(found("HuggingFaceTB/SmolLM2-135M"), 1, used)
+    few = block_memory(found("HuggingFaceTB/SmolLM2-135M"), 1, used, compressed=True)
+
+    assert kept.saved - few.saved == numbers * (used.compute - 1 - 4 / 128) + doubles * used.compute
+
+
+def test_an_input_too_narrow_for_a_scale_stays_as_it_is() -> None:
+    shape = dataclasses.replace(found("HuggingFaceTB/SmolLM2-135M"), hidden_size=64, mlp_width=96)
+    used = Formats(residual=4, compute=4, trains=True, autocast=False)
+
+    assert block_memory(shape, 1, used, compressed=True).saved == block_memory(shape, 1, used).saved
+
+
+def test_a_compressed_input_is_restored_for_each_backward_that_needs_it() -> None:
+    """Never all together: what moves grows by one input at most, what waits is less."""
+    shape, used = found("HuggingFaceTB/SmolLM2-135M"), Formats(residual=4, compute=4, trains=True, autocast=False)
+    tape, _ = block_tape(shape, 1, used, compressed=True)
+    restored = {operation.name: operation.restores for operation in tape.operations if operation.restores}
+
+    assert restored == {
+        "q_proj": 576,
+        "k_proj": 576,
+        "v_proj": 576,
+        "gate_proj": 576,
+        "up_proj": 576,
+        "down_proj": 1536,
+    }
+    assert [operation.packs for operation in tape.operations if operation.packs] == [576, 576, 1536]
+    assert worst(block_memory(shape, 1, used, compressed=True).backward) < worst(block_memory(shape, 1, used).backward)
 
 
 def found(name: str) -> Architecture:

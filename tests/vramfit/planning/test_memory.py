@@ -40,7 +40,15 @@ def bench() -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    "name", ["pretrain recompute 0 full", "pretrain recompute 4 chunked", "lora recompute 2 chunked", "lora dropout"]
+    "name",
+    [
+        "pretrain recompute 0 full",
+        "pretrain recompute 4 chunked",
+        "pretrain compress",
+        "lora recompute 2 chunked",
+        "lora dropout",
+        "lora compress and recompute",
+    ],
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks transformers for a renamed property
 def test_predicted_peak_is_that_of_a_real_step_within_three_percent(bench: ModuleType, name: str) -> None:
