@@ -137,7 +137,7 @@ class Side:
         return statistics.median(answer["seconds"]), statistics.median(answer["cpu"])
 
     def measure_memory(self) -> None:
-        self.memory = self._ask({"memory": True})
+        self.memory = self._ask({"memory": "resident"}) | self._ask({"memory": "allocated"})
 
     @property
     def tokens_per_s(self) -> float:
@@ -243,10 +243,10 @@ RIVALS: Final = (
 )
 
 
-def against_trainer(setting: Setting) -> Iterator[Figure]:
+def against_trainer(setting: Setting, only: str = "") -> Iterator[Figure]:
     """Speed and memory against transformers' Trainer, which takes the same rows in the same steps."""
     full, lora = works(setting.size)
-    for rival in RIVALS:
+    for rival in (rival for rival in RIVALS if only in rival.name):
         work = full if rival.work == "full" else lora
         with Side(setting, work, "ours", rival.ours) as ours, Side(setting, work, "trainer", rival.trainer) as theirs:
             made = compare(ours, theirs, pairs=setting.pairs)
@@ -283,7 +283,7 @@ def _memory_figures(name: str, made: Comparison, goal: float | None) -> Iterator
 # --- by itself -------------------------------------------------------------------------------------------------------
 
 
-def overhead(setting: Setting) -> Iterator[Figure]:
+def overhead(setting: Setting, _: str = "") -> Iterator[Figure]:
     """The engine against a loop by hand with the same techniques, and how much of the device's products it reaches."""
     work, _ = works(setting.size)
     with Side(setting, work, "ours", {"memory": {"activations": "keep"}}) as ours:
@@ -523,7 +523,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one object per figure")
     parser.add_argument("--part", choices=("trainer", "overhead", "techniques"), help="only this part")
-    parser.add_argument("--only", default="", help="techniques whose name has this in it")
+    parser.add_argument("--only", default="", help="techniques and rivals whose name has this in it")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--size", choices=("usual", "tiny", "card"), default="usual")
     parser.add_argument("--compute", choices=("fp32", "bf16", "fp16"), default="fp32")
@@ -547,7 +547,7 @@ def main() -> None:
         say(notes[0])
         for part, measure in (("trainer", against_trainer), ("overhead", overhead)):
             if options.part in (None, part):
-                for figure in measure(setting):
+                for figure in measure(setting, options.only):
                     figures.append(figure)
                     say(figure_line(figure))
         if options.part in (None, "techniques"):

@@ -2,7 +2,8 @@
 
 The order says which work, on which device, and which side: "ours" is the engine as a run uses it, "trainer" the
 `Trainer` of transformers (with peft for LoRA), "hand" a loop written by hand around the engine's loss. It then obeys a
-line at a time: {"steps": n} times n optimizer steps, {"memory": true} measures one. Answers are JSON lines.
+line at a time: {"steps": n} times n optimizer steps, {"memory": "resident"} or "allocated" measures one. Answers are
+JSON lines.
 """
 
 from __future__ import annotations
@@ -64,10 +65,14 @@ class Meter:
             torch.accelerator.synchronize()
         return time.perf_counter(), time.process_time()
 
-    def begin_memory(self, optimizer: torch.optim.Optimizer) -> None:
+    def begin_memory(self, optimizer: torch.optim.Optimizer, what: str) -> None:
+        """`what` is "resident" or "allocated": following the allocator takes memory itself."""
         gc.collect()
+        self._what = what
         self._at_rest = _bytes_of([*self.model.parameters(), *self.model.buffers(), *_states(optimizer)])
-        _forget_highest_resident()
+        if what == "resident":
+            _forget_highest_resident()
+            return
         if self.device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats()
             return
@@ -75,6 +80,8 @@ class Meter:
         self._profile.__enter__()
 
     def end_memory(self) -> dict[str, int]:
+        if self._what == "resident":
+            return {"resident": _status("VmHWM") - self.resident_at_start}
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
             highest = torch.accelerator.max_memory_allocated()
@@ -83,11 +90,7 @@ class Meter:
 
             self._profile.__exit__(None, None, None)
             highest = self._at_rest + _highest_rise(self._profile)
-        return {
-            "allocated": highest - self.weights,
-            "weights": self.weights,
-            "resident": _status("VmHWM") - self.resident_at_start,
-        }
+        return {"allocated": highest - self.weights, "weights": self.weights}
 
 
 def _bytes_of(tensors: list[Tensor]) -> int:
@@ -143,7 +146,7 @@ def serve(side: Side, model: nn.Module, optimizer: Any, one_step: Any, about: di
     done = 0
     for order in orders():
         if order.get("memory"):
-            meter.begin_memory(optimizer)
+            meter.begin_memory(optimizer, order["memory"])
             one_step(done)
             done += 1
             say(meter.end_memory())
@@ -192,7 +195,31 @@ def laid_out(side: Side) -> list[list[Any]]:
     return [pack(step, side.work.length) for step in side.steps]
 
 
+@dataclasses.dataclass
+class Engine:
+    """Our side, ready for steps."""
+
+    plan: Plan
+    executor: Any
+    rows: list[list[Any]]
+
+    def step(self, number: int) -> float:
+        batches = split(self.rows[number % len(self.rows)], self.plan.micro_batch, 0)
+        loss: float = self.executor.step(batches, LEARNING_RATE).loss
+        self.executor.memory()
+        return loss
+
+
 def ours(side: Side) -> None:
+    made = built_engine(side)
+    shown = ("micro_batch", "accumulation", "recompute", "loss", "loss_chunk_tokens", "compute", "packing", "compiled")
+    about = {"plan": {name: getattr(made.plan, name) for name in shown}}
+    serve(side, made.executor.model, made.executor.optimizer, made.step, about)
+
+
+def built_engine(side: Side) -> Engine:
+    """What a run builds for this work, after the same planner."""
+    from vramfit.engine.compiling import CompiledBlocks
     from vramfit.engine.optimizers import build_optimizer
     from vramfit.engine.resident import ResidentExecutor
     from vramfit.models.load import load_model
@@ -206,21 +233,14 @@ def ours(side: Side) -> None:
         keep_freed_memory()
     model = load_model(config, plan, cache=side.scratch, start_file=side.scratch / "start.safetensors")
     optimizer = build_optimizer(model, config.schedule, plan, seed=SEED)
+    if plan.compiled:
+        CompiledBlocks(model, plan.compile_mode)
     executor = ResidentExecutor(model, plan=plan, optimizer=optimizer, max_grad_norm=CLIP)
     if side.options.get("projects_all"):
         from vramfit.engine import resident
 
         resident.targets_of = all_positions  # type: ignore[assignment]
-    rows, pad = laid_out(side), 0
-
-    def one_step(step: int) -> float:
-        batches = split(rows[step % len(rows)], plan.micro_batch, pad)
-        result = executor.step(batches, LEARNING_RATE)
-        executor.memory()
-        return result.loss
-
-    shown = ("micro_batch", "accumulation", "recompute", "loss", "loss_chunk_tokens", "compute", "packing", "compiled")
-    serve(side, model, optimizer, one_step, {"plan": {name: getattr(plan, name) for name in shown}})
+    return Engine(plan=plan, executor=executor, rows=laid_out(side))
 
 
 def built_plainly(side: Side) -> nn.Module:
@@ -314,7 +334,7 @@ def trainer(side: Side) -> None:
                 control.should_training_stop = True
             elif order.get("memory"):
                 self.measuring = True
-                meter.begin_memory(made.optimizer)
+                meter.begin_memory(made.optimizer, order["memory"])
             else:
                 self.left = order["steps"]
                 self.answer = {"seconds": [], "cpu": [], "losses": [], "tokens": []}

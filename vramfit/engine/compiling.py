@@ -146,7 +146,7 @@ def first_pass(executor: ResidentExecutor, blocks: CompiledBlocks, piece: Piece)
     A compiler that fails leaves the blocks as they were (`blocks.on` is then False). No weight and no random state is
     changed. Raises what is raised without a compiler too.
     """
-    with _nothing_changed(executor), warnings.catch_warnings():
+    with nothing_changed(executor), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a compiler notes about torch's own code tells a user nothing
         began = time.perf_counter()
         try:
@@ -169,7 +169,7 @@ def trial(executor: ResidentExecutor, blocks: CompiledBlocks, piece: Piece) -> T
         return None
     took: dict[bool, list[float]] = {False: [], True: []}
     launches = launches_of(executor, blocks, piece)  # the first pass in each way also warms caches
-    with _nothing_changed(executor):
+    with nothing_changed(executor):
         for _ in range(TRIAL_PAIRS):
             for on in (False, True):
                 blocks.on = on
@@ -189,7 +189,7 @@ def trial(executor: ResidentExecutor, blocks: CompiledBlocks, piece: Piece) -> T
 def launches_of(executor: ResidentExecutor, blocks: CompiledBlocks, piece: Piece) -> tuple[int, int]:
     """Launches of a forward and backward pass without the compiler and with it; leaves the blocks compiled."""
     counts = []
-    with _nothing_changed(executor):
+    with nothing_changed(executor):
         for on in (False, True):
             blocks.on = on
             counts.append(count_launches(lambda: _pass(executor, piece), executor.device))
@@ -221,7 +221,7 @@ def _pass(executor: ResidentExecutor, piece: Piece) -> None:
 
 
 @contextlib.contextmanager
-def _nothing_changed(executor: ResidentExecutor) -> Iterator[None]:
+def nothing_changed(executor: ResidentExecutor) -> Iterator[None]:
     """Random numbers are drawn as if nothing had happened, and no gradient stays."""
     before = random_state(executor.device)
     try:

@@ -237,6 +237,14 @@ class ResidentExecutor:
             made = torch.autograd.grad(loss * factor, list(self._trained.values()), allow_unused=True)
         return loss.item() / targets.weight, dict(zip(self._trained, made, strict=True))
 
+    def rehearse(self, micro_batches: Iterable[Batch]) -> None:
+        """A step's forward and backward passes without its end. Gradients stay in `.grad`; random numbers are drawn.
+
+        Not for a plan that steps in backward, whose weights would change.
+        """
+        with fp32_products(self.raised.compute):
+            self._passes([piece for batch in micro_batches for piece in self.pieces(batch)])
+
     def set_activations(self, modes: Sequence[Mode]) -> None:
         """Another mode for each block, from the next step on."""
         self.activations = set_activations(self.model, modes)

@@ -16,12 +16,11 @@ from vramfit.config import STARTER_MODEL, ModelChoice, RunConfig
 from vramfit.engine.precision import DTYPES
 from vramfit.errors import ModelError
 from vramfit.models.architecture import Architecture
+from vramfit.models.attention import implementation
 from vramfit.models.catalogue import architecture_of, may_be_hub_id
 from vramfit.models.files import check_folder, read_config
 from vramfit.models.tokenizer import cannot_load, load_options, local_folder
 from vramfit.planning.plan import Plan
-
-_ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2"}
 
 
 def load_model(
@@ -35,7 +34,7 @@ def load_model(
     quiet_transformers()
     torch.manual_seed(config.seed)
     if config.model.source == STARTER_MODEL:
-        return _weights_in(build_starter(), _weight_dtype(plan)).to(plan.device)
+        return _weights_in(build_starter(implementation(plan)), _weight_dtype(plan)).to(plan.device)
     if config.method == "pretrain":
         return _untrained(config.model, plan).to(plan.device)
     model = _trained(config.model, plan)
@@ -90,14 +89,14 @@ def check_weights(config: RunConfig) -> None:
         )
 
 
-def build_starter() -> nn.Module:
+def build_starter(attention: str = "sdpa") -> nn.Module:
     """The starter with random weights (seed torch before), fp32 on the CPU."""
     # Straight from the family's own module: the automatic classes look through every family there is.
     from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
     from vramfit.starter.shape import MODEL_CONFIG
 
-    model: nn.Module = LlamaForCausalLM(LlamaConfig.from_dict(MODEL_CONFIG, attn_implementation="sdpa"))
+    model: nn.Module = LlamaForCausalLM(LlamaConfig.from_dict(MODEL_CONFIG, attn_implementation=attention))
     return model
 
 
@@ -133,12 +132,15 @@ def _untrained(model: ModelChoice, plan: Plan) -> nn.Module:
     """A model of the chosen shape with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    attention = implementation(plan)
     folder = local_folder(model)
     if folder is not None:
         read_config(folder)
     try:
         shape = AutoConfig.from_pretrained(folder or model.source, **load_options(model, folder))
-        built: nn.Module = AutoModelForCausalLM.from_config(shape, dtype=_weight_dtype(plan), trust_remote_code=False)
+        built: nn.Module = AutoModelForCausalLM.from_config(
+            shape, dtype=_weight_dtype(plan), attn_implementation=attention, trust_remote_code=False
+        )
     except Exception as error:
         raise cannot_load(model, folder, error, part="config.json") from error
     return built
@@ -154,7 +156,7 @@ def _trained(model: ModelChoice, plan: Plan) -> nn.Module:
     options: dict[str, Any] = {
         "dtype": _weight_dtype(plan),
         "use_safetensors": True,
-        "attn_implementation": _ATTENTION[plan.attention],
+        "attn_implementation": implementation(plan),
         "output_loading_info": True,
         **load_options(model, folder),
     }

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from torch import nn
 
@@ -16,6 +13,7 @@ from vramfit.config import RunConfig
 from vramfit.engine.compiling import CompiledBlocks, Trial, first_pass, launches_of, trial
 from vramfit.engine.resident import Piece, ResidentExecutor
 from vramfit.planning.plan import Plan
+from vramfit.training.kept_trials import remember, remembered
 from vramfit.training.memory_care import Note
 
 FILE: Final = "compile_trials.json"
@@ -64,7 +62,7 @@ def settle(
     else:
         made = trial(executor, blocks, piece)
         if made is not None:
-            _remember(folder, kind, made)
+            remember(folder / FILE, kind, asdict(made))
             yield _told(made, "a trial")
     if blocks.problem:
         yield _failed(blocks)
@@ -82,27 +80,10 @@ def _failed(blocks: CompiledBlocks) -> Note:
 
 
 def _remembered(folder: Path, kind: str) -> Trial | None:
-    values: Any = _all(folder).get(kind)
+    values = remembered(folder / FILE, kind)
     try:
         before, after = values["launches"]
         seconds = {name: float(values[name]) for name in ("eager_s", "compiled_s", "first_s")}
         return Trial(launches=(int(before), int(after)), **seconds)
     except (TypeError, KeyError, ValueError):
         return None
-
-
-def _remember(folder: Path, kind: str, made: Trial) -> None:
-    place = folder / FILE
-    with contextlib.suppress(OSError):  # it will be tried again
-        folder.mkdir(parents=True, exist_ok=True)
-        beside = place.with_suffix(f".{os.getpid()}.tmp")
-        beside.write_text(json.dumps({**_all(folder), kind: asdict(made)}, indent=1), encoding="utf-8")
-        beside.replace(place)
-
-
-def _all(folder: Path) -> dict[str, Any]:
-    try:
-        values = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}

@@ -18,6 +18,7 @@ import psutil
 
 from vramfit.config import RunConfig
 from vramfit.data.batches import MicroBatch, StepOrder, split
+from vramfit.data.conversations import Example
 from vramfit.data.prepare import PreparedData, prepare
 from vramfit.engine.compiling import CompiledBlocks
 from vramfit.engine.drift import Calibrator, Check
@@ -29,6 +30,7 @@ from vramfit.engine.schedule import learning_rate_at
 from vramfit.errors import CheckpointError, DataError, ModelError, UserError, WontFit
 from vramfit.hardware.devices import Machine, probe
 from vramfit.models.adapter_start import start_from_inputs
+from vramfit.models.attention import described as described_attention
 from vramfit.models.export import export_run
 from vramfit.models.generate import generate
 from vramfit.models.load import check_weights, read_architecture
@@ -51,12 +53,14 @@ from vramfit.training.metrics import (
     TextSample,
 )
 from vramfit.training.opening import open_executor
+from vramfit.training.rows_choice import LEAST_RUN_S, fastest_rows
 from vramfit.training.samples import prompt_ids, sample_prompts
 from vramfit.training.vocabulary import with_known_tokens
 from vramfit.units import format_bytes, format_count
 
 CHECKPOINTS, EXPORT, ADAPTER_START = "checkpoints", "export", "adapter-start.safetensors"
 AUTOMATIC_CADENCES = 10  # evaluations and checkpoints a run, when the user leaves the choice to us
+CARD_MULTIPLE = 8  # tokens: rows of 16-bit numbers then begin where tensor cores read, at most seven of padding
 EVA_SEQUENCES = 16  # whose activations say where adapters begin
 MOST_EVALUATION_SHARE = 0.1  # of a run's work, where the cadence is ours to choose
 CALIBRATE_FP16_EVERY = 10  # steps
@@ -128,6 +132,8 @@ def train(
 
     done = run.resume() if resume else 0
     run.tell(care.limit_rows(resumed=done > 0), step=done)
+    if done == 0 and run.tries_rows(forecast.seconds):
+        run.try_rows(cache=cache, step=done)
     if executor.compiled is not None and done < order.total_steps:
         run.compile(executor.compiled, cache=cache, step=done)
     if done == 0:
@@ -246,12 +252,31 @@ class _Run:
         wish = self.config.memory.compile
         self.tell(settle(blocks, self.executor, piece, wish=wish, folder=cache, kind=self.care.kind), step=step)
 
+    def try_rows(self, *, cache: Path, step: int) -> None:
+        """Before the first step on a card: are fewer sequences at a time faster?"""
+        self.recorder.phase(PhaseProgress(name="loading", detail="trying micro-batches"))
+        examples = [self.data.train[row] for row in self.order.rows(step + 1)]
+        most = min(self.micro_batch, self.executor.recovery.most_rows or self.micro_batch, len(examples))
+        for found in fastest_rows(
+            self.executor, lambda rows: self._split(examples, rows), most=most, folder=cache, kind=self.care.kind
+        ):
+            if isinstance(found, int):
+                self.micro_batch = found
+            else:
+                self.tell([found], step=step)
+
+    def tries_rows(self, run_s: float) -> bool:
+        """Whether there is something to try on a card, in a run that is long enough to win it back."""
+        plan, wish = self.plan, self.config.memory.micro_batch
+        worth = self.micro_batch > 1 and run_s >= LEAST_RUN_S
+        return wish == "auto" and worth and plan.device != "cpu" and not plan.optimizer_in_backward
+
     def evaluate(self, step: int) -> bool:
         """Mean loss over the held-out share. Returns whether it is the best so far."""
         if not self.data.held_out:
             return False
         self.recorder.phase(PhaseProgress(name="evaluating", done=step, total=self.order.total_steps, unit="steps"))
-        loss, tokens = self.executor.evaluate(split(self.data.held_out, self.micro_batch, self.data.pad_id))
+        loss, tokens = self.executor.evaluate(self._split(self.data.held_out, self.micro_batch))
         self.eval_loss = loss
         self.recorder.evaluation(Evaluation(step=step, time=time.time(), loss=loss, tokens=tokens))
         if step == 0:  # what training has to improve on, and nothing that could be kept
@@ -398,7 +423,11 @@ class _Run:
 
     def _micro_batches(self, rows: Sequence[int]) -> list[MicroBatch]:
         examples = [self.data.train[row] for row in rows]
-        return split(examples, self.micro_batch, self.data.pad_id)
+        return self._split(examples, self.micro_batch)
+
+    def _split(self, examples: Sequence[Example], rows: int) -> list[MicroBatch]:
+        multiple = 1 if self.plan.device == "cpu" else CARD_MULTIPLE
+        return split(examples, rows, self.data.pad_id, pad_to_multiple=multiple)
 
     def _report_step(self, step: int, result: StepResult, *, rate: float, seconds: float) -> StepMetrics:
         memory, notes = self.care.after_step(step, result, seconds)
@@ -499,6 +528,8 @@ class _Run:
         if self.executor.loss_kind == "fused" and any(example.weights is not None for example in self.data.train):
             self._say("info", "loss", "Loss chunked where answers have weights: the fused kernel takes none.")
         self._say("info", "precision", described(self.plan.compute, self._stored_as()))
+        if self.plan.weights_tier == "device":
+            print(f"attention = {described_attention(self.plan)}", flush=True)
         for choice in forecast.plan.reasons:
             print(f"{choice.setting} = {choice.value}: {choice.reason}", flush=True)
         print(

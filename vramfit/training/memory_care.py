@@ -27,7 +27,7 @@ from vramfit.planning.plan import Forecast
 class Note:
     """One thing to tell, in an event's words."""
 
-    kind: Literal["governor", "out-of-memory", "compile"]
+    kind: Literal["governor", "out-of-memory", "compile", "rows"]
     message: str
     level: Literal["info", "warning"] = "info"
 
