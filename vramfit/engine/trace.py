@@ -176,7 +176,8 @@ class TracedExecutor(ResidentExecutor):
         super().__init__(model, **options)
         self._follower = follower
         self._peak = _NoMeter()  # type: ignore[assignment]
-        follower.in_ram = lambda: waiting_bytes(model)
+        if self.plan.input_tier != "device":  # asking walks all modules, at every operation
+            follower.in_ram = lambda: waiting_bytes(model)
 
     def step(self, micro_batches: Any, learning_rate: float) -> StepResult:
         with self._follower.within("backward"):
