@@ -11,7 +11,7 @@ it is done, which is known when the next but one is asked for; the sharded gradi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Final, NamedTuple
 
@@ -21,13 +21,14 @@ from vramfit.planning.block import block_tape
 from vramfit.planning.memory import (
     BYTES,
     QUANTISED,
-    STATE_BYTES,
-    STATES,
     STREAM_SLOTS,
     Work,
+    block_weights,
     compresses,
+    outside_weights,
     sizes_of_block,
 )
+from vramfit.planning.optimizer_memory import STATES, Weight, state_bytes
 from vramfit.planning.plan import Plan, Workload
 from vramfit.planning.program import OURS, Program
 from vramfit.planning.tape import GRADIENT, PACKING, PIECE, RESTORING, Step, Tape
@@ -101,7 +102,8 @@ class _Run:
             self.make(size)
         for _ in range(STREAM_SLOTS if self.work.slots else 0):
             self.make(self.work.slots / STREAM_SLOTS)
-        self.make(self.work.buffers)
+        for _ in range(2 if self.work.program.copies_buffers else 1):
+            self.make(self.work.buffers)
         self.make(self.work.buckets)
         if self.plan.recompute and self.plan.input_tier != "device":
             self.make(self.work.stream)
@@ -178,6 +180,9 @@ class _Run:
         self.free(returned, 0 if work.held_mask else mask)
         head_cast = self.make(work.head_cast)
         gradient, head_gradient = self._loss(hidden)
+        if work.uses_up_gradients and not work.head_waits:
+            self.free(head_gradient)
+            head_gradient = 0
         held_logits = self.make(work.held_logits)
         self.free(head_cast, *(cast for kept in blocks[: self.plan.recompute] for cast in kept.casts))
         gradient = self._backward(blocks, gradient, first=first)
@@ -317,6 +322,9 @@ class _Run:
         for share in (1.0, 1.0, (work.tokens % rows) / rows):
             self.free(*[self.make(share * piece) for piece in pieces])
         self.free(all_rows)
+        if work.program.own_optimizers and work.whole_gradient < 4:  # the sum is fp32
+            whole, head = head, self.make(work.head_gradient)
+            self.free(whole)
         return of_normal, head
 
     # --- backward ----------------------------------------------------------------------------------------------------
@@ -393,7 +401,8 @@ class _Run:
                 whole = self._weight_gradient(trained)
             self.free(temporary, unpacked)
             if at_once:
-                self.free(whole)
+                steps_now = whole and self.plan.optimizer_in_backward and work.uses_up_gradients
+                self.free(self.make(work.step_chunk) if steps_now else 0, whole)
             else:
                 made.append(whole)
         return made, live[left] if left else 0
@@ -410,7 +419,7 @@ class _Run:
         """Used by the optimizer as soon as they are there, or added to those of the micro-batches before."""
         plan = self.plan
         visits = self.work.shards_in_ram or (self.work.streams and not plan.lora_rank)
-        return plan.optimizer_in_backward or visits or (not first and self.work.gradient_share == 1.0)
+        return self.work.uses_up_gradients or visits or (not first and self.work.gradient_share == 1.0)
 
     def _reduce(self, layer: int, made: list[int], *, first: bool) -> None:
         """Gradients of a block are kept, or this card's share of them."""
@@ -450,38 +459,39 @@ class _Run:
         work, plan = self.work, self.plan
         on_device = plan.optimizer_tier == "device"
         if on_device and not self._has_states:
-            each = STATE_BYTES[plan.optimizer_bits]
-            for numbers in self._trained_tensors():
-                for size in (work.program.master, *[each] * STATES[plan.optimizer]):
-                    self.make(size * numbers)
+            count = max(1, STATES[plan.optimizer])
+            for numbers, states in self._trained_tensors():
+                for size in (work.program.master * numbers, *[states / count] * count):
+                    self.make(size)
             self._has_states = True
+        if on_device and not work.uses_up_gradients:
+            self.free(self.make(work.step_chunk))
         if on_device and plan.optimizer_bits >= 16 and not plan.optimizer_in_backward:
-            casts = [self.make(work.program.step_gradient * numbers) for numbers in self._trained_tensors()]
+            casts = [self.make(work.program.step_gradient * numbers) for numbers, _ in self._trained_tensors()]
             scale = work.program.step_temporary * work.weight
-            self.free(*casts, *[self.make(scale * numbers) for numbers in self._trained_tensors()])
+            self.free(*casts, *[self.make(scale * numbers) for numbers, _ in self._trained_tensors()])
         self.free(*self._gradients)
         self._gradients = []
 
-    def _trained_tensors(self) -> Iterator[float]:
-        """Numbers of each trained tensor on this card, in the model's order: embedding, blocks, head. Where sharding
-        makes one tensor of a block, it makes one of all that is outside them, too."""
+    def _trained_tensors(self) -> Iterator[tuple[float, float]]:
+        """(numbers, bytes of states) of each trained tensor on this card, in the model's order: embedding, blocks, what
+        else is outside them. Where sharding makes one tensor of a block, it makes one of all that is outside, too."""
         work, share = self.work, self.work.optimizer_share
-        outside = work.trained - sum(work.block_trained)
         flat = work.shares_weights and not self.plan.lora_rank
-        embedding = outside if flat else min(outside, self.shape.embedding_params)
-        yield share * embedding
+        outside = list(outside_weights(self.shape, self.plan))
+        first, rest = (outside, []) if flat else (outside[:1], outside[1:])
+        groups = [first]
         for layer in range(self.shape.layers):
-            yield from (share * numbers for numbers in self._trained_of_block(layer, flat=flat))
-        yield share * (outside - embedding)
+            of_block = list(block_weights(self.shape, layer, self.plan))
+            groups += [of_block] if flat else [[weight] for weight in of_block]
+        groups.append(rest)
+        for group in groups:
+            states = sum(state_bytes(self.plan, weight) for weight in group)
+            yield share * _numbers(group), share * states
 
     def _trained_of_block(self, layer: int, *, flat: bool) -> Iterator[int]:
-        if flat:
-            yield self.work.block_trained[layer]
-        elif self.plan.lora_rank:
-            yield from self._adapter(layer)
-        else:
-            linears = [linear.weights for linear in self.shape.linears(layer)]
-            yield from (*linears, self.work.block_trained[layer] - sum(linears))
+        weights = list(block_weights(self.shape, layer, self.plan))
+        yield from (_numbers(group) for group in ([weights] if flat else [[weight] for weight in weights]))
 
     def evaluation(self) -> None:
         """Forward with nothing kept."""
@@ -502,3 +512,7 @@ class _Run:
         head_cast, normal = self.make(work.head_cast), self.make(work.stream)
         self.free(*[self.make(work.evaluated_logits / 2) for _ in range(2)])
         self.free(root, hidden, *casts, head_cast, normal)
+
+
+def _numbers(weights: Iterable[Weight]) -> int:
+    return sum(weight.numbers for weight in weights)

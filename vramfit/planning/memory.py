@@ -29,6 +29,7 @@ from typing import Final, TypeVar
 from vramfit.models.architecture import Architecture, Linear
 from vramfit.models.families import MASK_OF_ALL_POSITIONS
 from vramfit.planning.block import BlockMemory, Formats, block_memory
+from vramfit.planning.optimizer_memory import Weight, state_bytes, step_bytes
 from vramfit.planning.plan import MEMORY_KINDS, MemoryEstimate, MemoryKind, PhaseMemory, Plan, Workload
 from vramfit.planning.program import OURS, Program
 from vramfit.planning.tape import Moment
@@ -53,12 +54,6 @@ an fp32 per 256 scales; plain: an fp32 scale per 64. GPTQ in groups of 128: a 16
 whole: one for a column, which is nothing beside the rest."""
 
 QUANTISED: Final = frozenset({"int8", "nf4", "nf4-plain", "gptq-int4", "gptq-int4-whole", "gptq-int8"})
-
-STATE_BYTES: Final = {32: 4.0, 16: 2.0, 8: 1.0 + 4 / 256, 4: 0.5 + 4 / 128}
-"""Bytes of one optimizer state by its bits: low-bit states have an fp32 scale per block (of 256, and of 128)."""
-
-STATES: Final = {"adamw": 2, "lion": 1, "muon": 1, "sgd": 1, "adafactor": 0}
-"""States per parameter. Adafactor's are a row and a column of each matrix, which is nothing beside the rest."""
 
 COMMUNICATION_BYTES: Final = GIB
 """Buffers of NCCL on one card: 0.5 to 1.5 GiB."""
@@ -89,13 +84,56 @@ def adapter_sizes(
     experts: bool = False,
 ) -> tuple[int, ...]:
     """Numbers of every tensor of the adapters of block `layer`."""
-    sizes: list[int] = []
+    weights = _adapter_weights(architecture, layer, rank=rank, targets=targets, dora=dora, experts=experts)
+    return tuple(weight.numbers for weight in weights)
+
+
+def _adapter_weights(
+    architecture: Architecture, layer: int, *, rank: int, targets: tuple[str, ...], dora: bool, experts: bool
+) -> Iterator[Weight]:
     for linear in adapted_linears(architecture, layer, targets):
-        sizes += [rank * linear.inputs * linear.copies, rank * linear.outputs * linear.copies]
-        sizes += [linear.outputs * linear.copies] if dora else []
+        for side in (linear.inputs, linear.outputs):
+            yield Weight(rank * side * linear.copies, (rank + side) * linear.copies, copies=linear.copies)
+        if dora:
+            yield Weight(linear.outputs * linear.copies)
     for inputs, outputs in expert_sides(architecture, layer) if experts else ():
-        sizes += [rank * inputs, rank * outputs]
-    return tuple(sizes)
+        yield from (Weight(rank * side, rank + side) for side in (inputs, outputs))
+
+
+def outside_weights(architecture: Architecture, plan: Plan) -> Iterator[Weight]:
+    """Weights that train outside the blocks, the embedding first; vectors together."""
+    shape = architecture
+    matrix = Weight(shape.embedding_params, shape.vocab_size + shape.hidden_size, inside=False)
+    if plan.lora_rank:
+        yield from (matrix for _ in plan.saved_modules)
+        return
+    head = 0 if shape.tied_embeddings else shape.head_params
+    positions = shape.learned_positions * shape.hidden_size
+    yield matrix
+    if positions:
+        yield Weight(positions, shape.learned_positions + shape.hidden_size, inside=False)
+    if head:
+        yield Weight(head, shape.vocab_size + shape.hidden_size, inside=False)
+    yield Weight(shape.outside_params - matrix.numbers - positions - head, inside=False)
+
+
+def block_weights(architecture: Architecture, layer: int, plan: Plan) -> Iterator[Weight]:
+    """Weights of block `layer` that train; vectors together where all train."""
+    if plan.lora_rank:
+        yield from _adapter_weights(
+            architecture,
+            layer,
+            rank=plan.lora_rank,
+            targets=plan.lora_targets,
+            dora=plan.dora,
+            experts=plan.lora_experts,
+        )
+        return
+    left = architecture.params_of_block(layer)
+    for linear in architecture.linears(layer):
+        left -= linear.weights
+        yield Weight(linear.weights, (linear.inputs + linear.outputs) * linear.copies, copies=linear.copies)
+    yield Weight(left)
 
 
 def expert_sides(architecture: Architecture, layer: int) -> tuple[tuple[int, int], ...]:
@@ -339,10 +377,24 @@ class Work:
 
     @property
     def optimizer_states(self) -> float:
-        """All states of all cards' parameters, and the fp32 copy of 16-bit weights."""
-        each = STATES[self.plan.optimizer] * STATE_BYTES[self.plan.optimizer_bits]
-        apart = self.plan.optimizer_tier != "device" and self.weight < 4
-        return (each + (self.program.host_master if apart else self.program.master)) * self.trained
+        """All states of all cards' parameters, and their fp32 copy where there is one."""
+        apart = self.plan.optimizer_tier != "device" and (self.weight < 4 or self.program.own_optimizers)
+        master = self.program.host_master if apart else self.program.master
+        return self.moments + master * self.trained
+
+    @cached_property
+    def moments(self) -> float:
+        """The same without the copy."""
+        return moment_bytes(self.architecture, self.plan)
+
+    @cached_property
+    def step_chunk(self) -> float:
+        """What our own optimizers make beside one weight in its step on the device."""
+        if not self.program.own_optimizers or self.plan.optimizer_tier != "device":
+            return 0.0
+        shape, plan, bf16 = self.architecture, self.plan, self.weight < 4
+        of_blocks = _by_kind(shape, lambda layer: step_bytes(plan, block_weights(shape, layer, plan), bf16=bf16))
+        return max(step_bytes(plan, outside_weights(shape, plan), bf16=bf16), *of_blocks)
 
     @property
     def optimizer_share(self) -> float:
@@ -355,8 +407,9 @@ class Work:
 
     @property
     def host_states(self) -> float:
-        """What lives in RAM: states, and the blocks that stream."""
-        states = self.optimizer_states if self.plan.optimizer_tier == "host" else 0.0
+        """What lives in RAM: states, gradients on their way to them, and the blocks that stream."""
+        gradients = self.gradient * self.trained if self.program.own_optimizers else 0.0
+        states = self.optimizer_states + gradients if self.plan.optimizer_tier == "host" else 0.0
         return states + (weight_bytes(self.architecture, self.plan) if self.plan.weights_tier == "host" else 0.0)
 
     @property
@@ -383,9 +436,22 @@ class Work:
     @property
     def gradients(self) -> float:
         """All gradients of this card, once a micro-batch is done."""
-        if self.plan.optimizer_in_backward or self.shards_in_ram or (self.streams and not self.plan.lora_rank):
+        if self.uses_up_gradients or self.shards_in_ram:
             return 0.0
         return self.gradient * self.trained * self.gradient_share
+
+    @property
+    def uses_up_gradients(self) -> bool:
+        """Whether each gradient is stepped with, or sent to RAM, when it comes: one that waits for other micro-batches
+        is not."""
+        sends = self.plan.optimizer_tier == "host" and self.program.own_optimizers
+        at_once = (self.plan.optimizer_in_backward or sends) and self.plan.accumulation == 1
+        return at_once or (self.streams and not self.plan.lora_rank)
+
+    @property
+    def head_waits(self) -> float:
+        """A tied head's gradient, which is whole only when the embedding's is there."""
+        return self.head_gradient if self.architecture.tied_embeddings and not self.shares_weights else 0.0
 
     @property
     def buckets(self) -> float:
@@ -451,7 +517,8 @@ class Work:
     def phase(self, name: str, **parts: float) -> PhaseMemory:
         """A phase: states and what `parts` add by kind."""
         found: dict[MemoryKind, int] = dict.fromkeys(MEMORY_KINDS, 0)
-        found["weights"] = int(self.weights + self.buffers + parts.pop("weights", 0.0))
+        copies = 2 if self.program.copies_buffers and name != "load" else 1
+        found["weights"] = int(self.weights + copies * self.buffers + parts.pop("weights", 0.0))
         found["adapters"] = int(self.adapters)
         found["optimizer"] = int((self.optimizer if name != "load" else 0.0) + parts.pop("optimizer", 0.0))
         found["slots"] = int(self.slots)
@@ -586,6 +653,13 @@ class Work:
         picked = float(self.formats.residual * hidden * self.tokens)
         if self.plan.loss == "fused" and self.plan.compute not in ("fp32", "tf32"):
             entry = self._chunk_bytes
+        if self.program.own_optimizers and self.head_gradient:
+            # A chunk's part of the head's gradient is a 16-bit product beside its logits' gradient; their sum is fp32
+            # and at last goes to the weight's format.
+            narrow, head = self.formats.compute, self.architecture.head_params
+            product = narrow * (rows * vocab + head) if narrow < 4 else 0.0
+            copy = self.head_gradient if self.whole_gradient < 4 else 0.0
+            return max(entry * rows * vocab, product, copy) + picked, 4.0 * head
         if not self.program.logits_kept:
             return entry * rows * vocab + picked, self.head_gradient
         # All chunks' losses run before any head's backward, which adds one chunk's gradient of the head to the others'.
@@ -663,11 +737,11 @@ class Work:
         plan = self.plan
         cast = float(self.formats.compute * moment.making) if self.formats.casts else 0.0
         making = self.whole_gradient * moment.making
-        if plan.optimizer_in_backward or (self.streams and not plan.lora_rank):
-            return making + cast
+        if self.uses_up_gradients:
+            in_step = self.step_chunk if plan.optimizer_in_backward else 0.0
+            return self.head_waits + making + max(cast, in_step)
         if plan.accumulation > 1:
-            extra = self.head_gradient if self.architecture.tied_embeddings and not self.shares_weights else 0.0
-            return self.held + extra + making + cast
+            return self.held + self.head_waits + making + cast
         above = self.gradient * self.gradient_share * sum(self.block_trained[layer + 1 :])
         return self.head_gradient + above + self.whole_gradient * moment.made + making + cast
 
@@ -689,14 +763,18 @@ class Work:
             dense = whole * (int(self.plan.accumulation > 1) + tied)
             if self.shares_weights:
                 dense = self.root
+        if self.uses_up_gradients and not self.plan.lora_rank and not self.shares_weights:
+            dense = self.whole_gradient * self.architecture.embedding_params + max(self.head_waits, self.step_chunk)
         return self.phase("embedding", gradients=self.gradients + dense, kept=self.stream, weights=self.root)
 
     def step_phase(self) -> PhaseMemory:
         """All gradients, and what the optimizer makes beside them: fused and low-bit kernels nothing. Some programs
         cast the gradients to fp32 first."""
         plan, share = self.plan, self.trained * self.optimizer_share
-        if plan.optimizer_tier != "device" or plan.optimizer_in_backward:
+        if plan.optimizer_tier != "device" or self.uses_up_gradients:
             return self.phase("step", gradients=self.gradients)
+        if self.program.own_optimizers:
+            return self.phase("step", gradients=self.gradients, optimizer=self.step_chunk)
         extra = self.program.step_temporary * self.weight * share if plan.optimizer_bits >= 16 else 0.0
         return self.phase("step", gradients=self.gradients + self.program.step_gradient * share, optimizer=extra)
 
@@ -787,6 +865,16 @@ def _needs_scores(architecture: Architecture, plan: Plan) -> bool:
     latent = architecture.latent
     uneven = latent is not None and latent.value_dim != latent.nope_dim + latent.rope_dim
     return architecture.spreads_heads or (uneven and plan.device == "cpu")
+
+
+def moment_bytes(architecture: Architecture, plan: Plan) -> float:
+    """Bytes of the optimizer's states of all that trains, without copies of weights."""
+
+    def of_block(layer: int) -> float:
+        return sum(state_bytes(plan, weight) for weight in block_weights(architecture, layer, plan))
+
+    outside = sum(state_bytes(plan, weight) for weight in outside_weights(architecture, plan))
+    return outside + sum(_by_kind(architecture, of_block))
 
 
 def weight_bytes(architecture: Architecture, plan: Plan) -> float:

@@ -95,7 +95,9 @@ class Program:
     """Facts of a program that trains. Bytes per trained parameter unless the name says otherwise.
 
     `gradient` of a weight that trains, None: of the weight's own format. `master` is a separate fp32 copy of 16-bit
-    weights, `host_master` one that is kept only where the states live in RAM or on disk. `step_temporary` is what the
+    weights, `host_master` one that is kept only where the states live in RAM or on disk. `own_optimizers`: our
+    own, whose chunks `optimizer_memory.py` counts; gradients leave for states in RAM as they come, and the head's is
+    summed in fp32. `step_temporary` is what the
     optimizer step makes beside the states, in units of the trained weights (foreach AdamW: 1, fused kernels: 0),
     `step_gradient` bytes of an fp32 copy of the gradients there. `accumulates`: its recipes make a step of several
     micro-batches unless told otherwise.
@@ -113,7 +115,8 @@ class Program:
     `holds_output`: recompute holds the block's output while its backward runs (reentrant checkpoints); `input_grads`:
     the first block's input needs a gradient although nothing before it trains, so that such checkpoints work with
     adapters. `selective` recompute keeps the results of "every other product" and of attention, or all but what is
-    inside "attention".
+    inside "attention". `copies_buffers`: a step begins with a copy of the model's buffers, to put them back if memory runs
+    out.
 
     `context_bytes`: what the driver takes on a card before the first tensor; `process_bytes`: interpreter and libraries
     in RAM.
@@ -125,6 +128,7 @@ class Program:
     gradient: float | None = None
     master: float = 0.0
     host_master: float = 0.0
+    own_optimizers: bool = False
     step_temporary: float = 1.0
     step_gradient: float = 0.0
     autocast: bool = True
@@ -140,6 +144,7 @@ class Program:
     accumulates: bool = False
     holds_output: bool = False
     input_grads: bool = False
+    copies_buffers: bool = False
     context_bytes: int = int(0.6 * GIB)
     process_bytes: int = int(0.55 * GIB)
 
@@ -150,8 +155,10 @@ class Program:
 OURS: Final = Program(
     name="vramfit",
     host_master=4.0,
+    own_optimizers=True,
     step_temporary=0.0,
     caches_casts=True,
+    copies_buffers=True,
     # full: log-softmax 4, the gradient of the picked entries 4, the gradient of the logits 4. chunked: logits 4 and a
     # temporary of logsumexp 4. fused: one buffer (torch's own kernel; in 16 bits we chunk).
     logits={"full": 12.0, "chunked": 8.0, "fused": 4.0},

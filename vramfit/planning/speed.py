@@ -30,10 +30,9 @@ from vramfit.planning.block import Formats
 from vramfit.planning.memory import (
     BYTES,
     QUANTISED,
-    STATE_BYTES,
-    STATES,
     adapter_params,
     formats_of,
+    moment_bytes,
     trained_params,
     weight_bytes,
 )
@@ -385,7 +384,7 @@ class _Step:
         """(seconds of the step itself, seconds its numbers take over the link when the states live in RAM)."""
         plan = self.plan
         weight = self.program.adapter if plan.lora_rank else BYTES[plan.trained_format]
-        states = STATES[plan.optimizer] * STATE_BYTES[plan.optimizer_bits]
+        states = moment_bytes(self.architecture, plan) / max(1, self.trained)
         trips = FOREACH_TRIPS if self.program.step_temporary and plan.optimizer_bits >= 16 else 1.0
         if plan.optimizer_tier != "device":
             trips = 1.0  # such optimizers are kernels of their own
@@ -466,9 +465,7 @@ class _Step:
         read = self.visits if self.streams and plan.weights_tier == "disk" else 0.0
         written = 0.0
         if plan.optimizer_tier == "disk":
-            states = (
-                STATES[plan.optimizer] * STATE_BYTES[plan.optimizer_bits] + self.program.host_master
-            ) * self.trained
+            states = moment_bytes(self.architecture, plan) + self.program.host_master * self.trained
             read, written = read + states, states
         seconds = read / rates.disk_read + written / rates.disk_write
         return self._hidden(seconds, working) if seconds else 0.0
