@@ -228,6 +228,11 @@ def trace(
         raise UserError(
             f"A trace runs this version's engine, which lacks {', '.join(lacks)}", "Trace a plan that can be run."
         )
+    if plan.weights_tier != "device":
+        raise UserError(
+            "A trace follows weights that stay on the device, and this plan's blocks visit it one by one",
+            "Trace the plan with its weights on the device.",
+        )
     architecture = from_config(values, name)
     tracer = _Depths(values, architecture, plan, length, trained_share)
     return tracer.trace(whole=whole)
