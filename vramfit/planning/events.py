@@ -103,7 +103,6 @@ class _Run:
         for _ in range(STREAM_SLOTS if self.work.slots else 0):
             self.make(self.work.slots / STREAM_SLOTS)
         for _ in range(2 if self.work.program.copies_buffers else 1):
-            for _ in range(2 if self.work.program.copies_buffers else 1):
             self.make(self.work.buffers)
         self.make(self.work.buckets)
         if self.plan.recompute and self.plan.input_tier != "device":

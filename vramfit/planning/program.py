@@ -145,7 +145,6 @@ class Program:
     holds_output: bool = False
     input_grads: bool = False
     copies_buffers: bool = False
-    copies_buffers: bool = False
     context_bytes: int = int(0.6 * GIB)
     process_bytes: int = int(0.55 * GIB)
 
