@@ -115,8 +115,8 @@ class Program:
     `holds_output`: recompute holds the block's output while its backward runs (reentrant checkpoints); `input_grads`:
     the first block's input needs a gradient although nothing before it trains, so that such checkpoints work with
     adapters. `selective` recompute keeps the results of "every other product" and of attention, or all but what is
-    inside "attention". `copies_buffers`: a step begins with a copy of the model's buffers, to put them back if memory runs
-    out.
+    inside "attention". `copies_buffers`: a step begins with a copy of the model's buffers, to put them back if memory
+    runs out.
 
     `context_bytes`: what the driver takes on a card before the first tensor; `process_bytes`: interpreter and libraries
     in RAM.
