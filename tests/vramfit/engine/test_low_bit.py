@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vramfit.engine.low_bit import BLOCK, Codebook, LowBit, dynamic_levels, levels
-from vramfit.planning.memory import STATE_BYTES
+from vramfit.planning.optimizer_memory import STATE_BYTES
 
 CPU = torch.device("cpu")
 KINDS = [(8, True), (8, False), (4, True), (4, False)]
