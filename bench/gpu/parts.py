@@ -358,8 +358,8 @@ def techniques(place: Place) -> None:
             continue
         work = full if technique.work == "full" else lora
         compute = technique.compute or place.compute
-        if place.device.type == "cpu" and compute == "bf16":
-            continue
+        if (place.device.type == "cpu" and compute == "bf16") or "compiled" in technique.name:
+            continue  # that one is a part of its own
         with _told(technique.name):
             found = []
             for options in (technique.with_, technique.without):

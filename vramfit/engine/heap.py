@@ -16,6 +16,12 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHO
 _NEVER: Final = 2**31 - 1
 
 
+def give_back_freed_memory() -> None:
+    """Once, all pages that are free now go back to the system: after work that took much more than a step does."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def keep_freed_memory() -> bool:
     """From now on, keep what the process frees. Returns whether it does: only GNU's C library can be told to.
 

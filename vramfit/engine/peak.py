@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from vramfit.engine.accelerators import backend_of, memory_of, peak_of, reset_peak
+from vramfit.engine.heap import give_back_freed_memory
 
 # The profiler's library prints a line at each start and stop unless told not to. It reads this on first use.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -48,6 +49,8 @@ class PeakMeter:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             yield
         self._cpu_peak = max(self._cpu_peak, before + _highest_rise(profile))
+        del profile
+        give_back_freed_memory()  # the records of a step can take more than the step
 
     def measure_again(self) -> None:
         """What a step needs has changed: without a card, follow the next one."""

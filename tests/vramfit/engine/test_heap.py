@@ -57,3 +57,22 @@ def test_another_c_library_is_left_alone(monkeypatch):
 
     monkeypatch.setattr(heap.platform, "libc_ver", lambda: ("musl", "1.2"))
     assert not heap.keep_freed_memory()
+
+
+GIVEN_BACK = """
+import psutil, torch
+from vramfit.engine.heap import give_back_freed_memory, keep_freed_memory
+assert keep_freed_memory()
+pieces = [torch.ones(2**18) for _ in range(200)]
+stays = torch.ones(2**18)
+del pieces
+kept = psutil.Process().memory_info().rss
+give_back_freed_memory()
+print(kept - psutil.Process().memory_info().rss)
+"""
+
+
+@gnu
+def test_what_is_kept_can_be_given_back():
+    made = subprocess.run([sys.executable, "-c", GIVEN_BACK], capture_output=True, text=True, check=True)
+    assert int(made.stdout.split()[-1]) > 150 * 2**20  # of 200 MiB
