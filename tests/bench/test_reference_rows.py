@@ -189,7 +189,7 @@ def test_a_variant_has_the_shapes_of_its_model(name: str, model: str) -> None:
 
 def test_rows_are_read_with_their_blank_missing_and_surplus_fields(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    path.write_text("id,method,seq_len,what\n a , lora\nb,full,512,x,y,z\n", encoding="utf-8-sig")
+    path.write_text("id,method,seq_len,model_id\n a , lora\nb,full,512,x,y,z\n", encoding="utf-8-sig")
     first, second = read_rows(path)
 
     assert (first["id"], first["method"], first["seq_len"], first["peak_gib"]) == ("a", "lora", "", "")
