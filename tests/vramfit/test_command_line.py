@@ -203,7 +203,7 @@ def test_every_named_data_set_counts_in_the_estimate(tmp_path: Path, capsys: pyt
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "a", "completion": "b"}\n' * 5000, encoding="utf-8")
     steps = [
-        answer(capsys, "estimate", "--device", "cpu", "--set", f"data.paths={paths}")["steps"]
+        answer(capsys, "estimate", "--card", "RTX 4090", "--set", f"data.paths={paths}")["steps"]
         for paths in (["starter:stories"], [str(file)], ["starter:stories", str(file)])
     ]
     assert steps[2] > max(steps[:2])
