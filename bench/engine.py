@@ -248,8 +248,10 @@ RIVALS: Final = (
 def against_trainer(setting: Setting, only: str = "") -> Iterator[Figure]:
     """Speed and memory against transformers' Trainer, which takes the same rows in the same steps."""
     full, lora = works(setting.size)
-    for rival in (rival for rival in RIVALS if only in rival.name):
+    for rival in RIVALS:
         work = full if rival.work == "full" else lora
+        if only not in f"{work.name}, {rival.name}":
+            continue
         with Side(setting, work, "ours", rival.ours) as ours, Side(setting, work, "trainer", rival.trainer) as theirs:
             made = compare(ours, theirs, pairs=setting.pairs)
             name = f"{work.name}, {rival.name}"

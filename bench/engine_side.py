@@ -306,6 +306,7 @@ def trainer(side: Side) -> None:
         done = 0
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            meter.resident_at_start = _status("VmRSS")  # what the Trainer itself imports is no step's memory
             say({"ready": True})
             self.next(control)
 
