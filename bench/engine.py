@@ -152,6 +152,8 @@ class Side:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
         self._complaints.close()
 
     def _ask(self, order: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,79 @@
+"""The engine's bench: what it asks for exists, both sides do the same work, and its page is put in place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import engine
+import pytest
+from engine import Figure, Rival, Row, Setting, Side, compare, page, write_page
+from engine_techniques import TECHNIQUES
+from engine_works import TINY, TINY_LORA, run_config, step_examples, trained_tokens, works
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES, ids=lambda technique: technique.name)
+def test_every_technique_is_a_wish_that_exists(technique, tmp_path: Path) -> None:
+    work = TINY if technique.work == "full" else TINY_LORA
+    for options in (technique.with_, technique.without):
+        assert options.keys() <= {"memory", "plan", "packing", "projects_all", "keeps_memory", "sections"}
+        run_config(work, tmp_path, "cpu", memory=options.get("memory", {}), **options.get("sections", {}))
+    assert technique.with_ != technique.without
+
+
+def test_rows_are_the_same_for_everybody_and_counted_once(tmp_path: Path) -> None:
+    first, second = (step_examples(TINY_LORA, tmp_path, most_steps=3) for _ in range(2))
+    assert [[list(row.input_ids) for row in step] for step in first] == [
+        [list(row.input_ids) for row in step] for step in second
+    ]
+    from vramfit.data.batches import split
+    from vramfit.data.packing import pack
+
+    for step in first:
+        for laid in (step, pack(step, TINY_LORA.length)):
+            assert sum(batch.trained_tokens for batch in split(laid, 2, 0)) == trained_tokens(step)
+
+
+def test_both_sides_and_the_loop_by_hand_have_the_same_losses(tmp_path: Path) -> None:
+    setting = Setting(size="tiny", threads=1, scratch=tmp_path)
+    work, _ = works("tiny")
+    with Side(setting, work, "ours", {}) as ours, Side(setting, work, "trainer", {}) as theirs:
+        made = compare(ours, theirs, pairs=1)
+        assert made.loss_difference() < engine.SAME_LOSS
+        assert made.first.memory["allocated"] > 0 and made.second.memory["allocated"] > 0
+    with Side(setting, work, "hand", {}) as by_hand:
+        by_hand.steps(2)
+        assert by_hand.losses == pytest.approx(ours.losses[:2], rel=engine.SAME_LOSS)
+
+
+def test_a_side_that_is_refused_says_why(tmp_path: Path) -> None:
+    setting = Setting(size="tiny", threads=1, scratch=tmp_path)
+    with pytest.raises(engine.Refused, match="CUDA graphs"):
+        Side(setting, TINY, "ours", {"memory": {"compile": "reduce-overhead"}})
+
+
+@pytest.mark.parametrize(("value", "at_most", "met"), [(1.3, False, True), (1.2, False, False), (1.2, True, True)])
+def test_goals(value: float, at_most: bool, met: bool) -> None:
+    assert Figure(name="", value=value, unit="x", goal=1.25, at_most=at_most).met is met
+    assert Figure(name="", value=value, unit="x").met is None
+
+
+def test_the_page_is_put_in_its_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    place = tmp_path / "benchmarks.md"
+    place.write_text("# Benchmarks\n\n## Planner\n\nfast\n", encoding="utf-8")
+    monkeypatch.setattr(engine, "PAGE", place)
+    figures = [Figure(name="speed", value=1.3, unit="x", goal=1.25)]
+    rows = [Row(name="recompute", faster=0.8), Row(name="offload", why_not="needs a card")]
+    for _ in range(2):
+        write_page(page(figures, rows, ["now", "later"]))
+        text = place.read_text(encoding="utf-8")
+        assert text.count(engine.HEADING) == 1 and text.startswith("# Benchmarks\n\n## Planner\n\nfast\n")
+        assert "| speed | 1.3 x | >= 1.25: met |" in text and "not run: needs a card" in text
+        place.write_text(text + "\n## After\n\nkept\n", encoding="utf-8") if "After" not in text else None
+    assert place.read_text(encoding="utf-8").endswith("## After\n\nkept\n")
+
+
+def test_rivals_have_the_goals() -> None:
+    goals = {(rival.work, rival.name): (rival.speed_goal, rival.memory_goal) for rival in engine.RIVALS}
+    assert goals["full", "fast"] == (1.25, None) and goals["lora", "fast"] == (1.5, None)
+    assert goals["full", "small"] == goals["lora", "small"] == (1.0, 0.5)
+    assert all(isinstance(rival, Rival) for rival in engine.RIVALS)
