@@ -30,12 +30,12 @@ def test_a_preset_fills_the_form_and_the_plan_can_be_checked(page: Page, fresh: 
     page.goto(fresh.url)
     page.locator("[data-goal='quick taste']").click(timeout=30_000)
     see("['256', '512'].includes(document.querySelector('#field-data-max_length :is(textarea, input)').value)")
-    see("document.querySelector('#field-schedule-max_steps :is(textarea, input)').value === '100'")
+    see("document.querySelector('#field-schedule-max_steps :is(textarea, input)').value.match(/^(30|100)$/) !== null")
     see("document.querySelector('#field-model-source input').value.includes('/')")
     see("document.querySelector('.vf-estimate')?.dataset.state === 'fits'")
     page.wait_for_timeout(1500)  # the estimate is drawn again when the rows' lengths are counted
     page.click("[data-check]")
     expect(page.locator(".vf-checked tbody tr")).to_have_count(5, timeout=240_000)
     see("!!document.querySelector('.vf-timeline.js-plotly-plot')")
-    page.locator("#field-data-max_length :is(textarea, input)").fill("256")
+    page.locator("#field-data-max_length :is(textarea, input)").fill("128")
     expect(page.locator(".vf-checked")).to_have_count(0, timeout=15_000)  # it was about other settings
