@@ -6,7 +6,7 @@ import errno
 import signal
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -78,8 +78,12 @@ def result(*, stopped: bool) -> RunResult:
     )
 
 
-def test_success_is_noted_with_its_figures(store: Store, job: int) -> None:
-    assert run(store, job, train=lambda session, resume: result(stopped=False)) == 0
+def test_success_is_noted_with_its_figures(store: Store, job: int, eventually: Callable[..., None]) -> None:
+    def train(session: Attempt, resume: bool) -> RunResult:
+        eventually(lambda: len(store.telemetry(job).columns["host_bytes"]) > 0)
+        return result(stopped=False)
+
+    assert run(store, job, train=train) == 0
     ended = store.job(job)
     assert (ended.state, ended.final_loss, ended.eval_loss, ended.peak_allocated_bytes, ended.export) == (
         "succeeded",

@@ -177,7 +177,20 @@ def _trained(model: ModelChoice, plan: Plan) -> nn.Module:
     trained: nn.Module = loaded
     if plan.weight_format == "nf4":
         _keep_trainable(trained)
-    return trained
+    return own_weights(trained)
+
+
+def own_weights(model: nn.Module) -> nn.Module:
+    """The model with its weights in memory of its own, at addresses the CPU's matrix products like.
+
+    Weights loaded to the CPU are windows onto the file as it lies on the disk: whoever changes the file changes the
+    run, and where a tensor begins is up to the length of the file's header. Products whose operands begin elsewhere
+    than at a vector's boundary are slower, and some libraries then add in another order: the bits would depend on it.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu" and not tensor.untyped_storage().resizable():  # memory that is not torch's
+            tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
+    return model
 
 
 def _keep_trainable(model: nn.Module) -> None:

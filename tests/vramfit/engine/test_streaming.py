@@ -17,12 +17,11 @@ from vramfit.engine.resident import ResidentExecutor
 from vramfit.engine.streaming import StreamingExecutor
 from vramfit.errors import ModelError
 from vramfit.models.adapters import attach_adapters
-from vramfit.models.load import load_model
+from vramfit.models.load import load_model, own_weights
 from vramfit.models.streamed import open_streamed
 from vramfit.planning.plan import Plan
 
 FAMILIES = [(family, changes) for family, changes in TINY if family not in ("gpt_neo",)]
-DROPOUTS = {"attn_pdrop", "resid_pdrop", "embd_pdrop", "dropout", "hidden_dropout", "attention_dropout"}
 EAGER = {"gemma2", "gpt_oss", "mpt", "bloom", "gpt_neo"}
 
 
@@ -121,7 +120,9 @@ def test_every_family_streams_to_the_same_bits(family: str, changes: dict[str, A
     import transformers
 
     known = transformers.AutoConfig.for_model(family).to_dict()
-    folder = saved(family, tmp_path / "model", **dict.fromkeys(known.keys() & DROPOUTS, 0.0), **changes)
+    # Random numbers fall in another order when all micro-batches go through a block before the next block.
+    at_random = [key for key in known if "drop" in key or "jitter" in key]
+    folder = saved(family, tmp_path / "model", **dict.fromkeys(at_random, 0.0), **changes)
     plan = a_plan(attention="eager" if family in EAGER else "sdpa")
     there = resident(folder, plan, tmp_path)
 
@@ -147,7 +148,7 @@ def test_adapters_of_experts_meet_the_visiting_experts(tmp_path: Path) -> None:
     options: dict[str, Any] = {"rank": 4, "alpha": 8.0, "seed": 3, "experts": True}
     import transformers
 
-    there = attach_adapters(transformers.AutoModelForCausalLM.from_pretrained(folder), **options)
+    there = attach_adapters(own_weights(transformers.AutoModelForCausalLM.from_pretrained(folder)), **options)
     disk = dataclasses.replace(plan, weights_tier="disk")
     here, visits = open_streamed(
         a_config(folder), disk, scratch=tmp_path / "scratch", attach=lambda model: attach_adapters(model, **options)

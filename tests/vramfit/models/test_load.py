@@ -27,6 +27,20 @@ def test_a_folder_gives_its_weights_in_the_planned_format(small, model_folder, t
     assert half.lm_head.weight.dtype == torch.bfloat16
 
 
+def test_weights_lie_in_memory_of_their_own(small, model_folder, tmp_path):
+    """Not in the file as it lies on the disk: neither its header's length nor its later fate reaches the run."""
+    model = load_model(small.config(model_folder), small.plan(), cache=tmp_path)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with (model_folder / "model.safetensors").open("r+b") as file:
+        file.seek(0, os.SEEK_END)
+        size = file.tell()
+        file.seek(size // 2)
+        file.write(b"\xff" * (size - size // 2))
+
+    assert all(value.data_ptr() % 64 == 0 for value in model.state_dict().values())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
 def test_a_tokenizer_comes_with_its_template(model_folder, tmp_path):
     tokenizer = load_tokenizer(ModelChoice(source=str(model_folder)), tmp_path)
     assert tokenizer.eos_token == "</s>" and "assistant" in tokenizer.chat_template
