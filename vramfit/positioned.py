@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from pathlib import Path
 
 
 class PositionedFile:
-    """Reads and writes go on until all is done or the file ends. For one thread at a time. Raises OSError."""
+    """Reads and writes go on until all is done or the file ends. Any thread may do either. Raises OSError."""
 
     def __init__(self, path: Path, *, write: bool = False) -> None:
         flags = (os.O_RDWR | os.O_CREAT | os.O_TRUNC) if write else os.O_RDONLY
         self.path = path
         self.descriptor = os.open(path, flags | getattr(os, "O_BINARY", 0), 0o600)
         self._close = weakref.finalize(self, os.close, self.descriptor)
+        self._seeking = threading.Lock()  # only where a position has to be sought before a read
 
     def read_into(self, offset: int, view: memoryview) -> int:
         """Fill `view` with the bytes from `offset` on. Returns how many there were: fewer where the file ends."""
@@ -49,13 +51,15 @@ class PositionedFile:
     def _read_once(self, view: memoryview, offset: int) -> int:
         if hasattr(os, "preadv"):
             return os.preadv(self.descriptor, [view], offset)
-        os.lseek(self.descriptor, offset, os.SEEK_SET)
-        read = os.read(self.descriptor, len(view))
+        with self._seeking:
+            os.lseek(self.descriptor, offset, os.SEEK_SET)
+            read = os.read(self.descriptor, len(view))
         view[: len(read)] = read
         return len(read)
 
     def _write_once(self, view: memoryview, offset: int) -> int:
         if hasattr(os, "pwritev"):
             return os.pwritev(self.descriptor, [view], offset)
-        os.lseek(self.descriptor, offset, os.SEEK_SET)
-        return os.write(self.descriptor, view)
+        with self._seeking:
+            os.lseek(self.descriptor, offset, os.SEEK_SET)
+            return os.write(self.descriptor, view)

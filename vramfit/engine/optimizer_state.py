@@ -13,7 +13,7 @@ from vramfit.engine.chunked import ChunkedOptimizer
 from vramfit.engine.host_states import HostStates
 from vramfit.errors import CheckpointError
 
-_MASTER: Final = "master"
+MASTER: Final = "master"
 
 
 def optimizer_state(
@@ -29,7 +29,7 @@ def optimizer_state(
             else:
                 numbers[f"{name}.{key}"] = value
         if isinstance(optimizer, HostStates) and parameter.dtype != torch.float32:
-            tensors[f"{name}.{_MASTER}"] = optimizer.master(parameter)
+            tensors[f"{name}.{MASTER}"] = optimizer.master(parameter)
     return tensors, {"kind": kind_of(optimizer), "numbers": numbers}
 
 
@@ -43,29 +43,41 @@ def load_optimizer_state(
 
     Raises CheckpointError when it is of another optimizer.
     """
+    check_kind(optimizer, values)
+    numbers = dict(values.get("numbers", {}))
+    keys: dict[str, list[str]] = {}
+    for whole in [*tensors, *numbers]:
+        name, _, key = whole.rpartition(".")
+        keys.setdefault(name, []).append(key)
+    optimizer.state.clear()
+    if isinstance(optimizer, HostStates):
+        optimizer.copy_masters()
+    for name, own in keys.items():  # one weight's states at a time: more need not be in memory twice
+        state = {
+            key: numbers[f"{name}.{key}"] if f"{name}.{key}" in numbers else tensors[f"{name}.{key}"] for key in own
+        }
+        _put_back(optimizer, trained[name], state)
+
+
+def check_kind(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
+    """Raise CheckpointError when states are of another optimizer."""
     kind, saved_kind = kind_of(optimizer), values.get("kind")
     if saved_kind not in (None, kind):
         raise CheckpointError(
             f"The checkpoint's optimizer states are those of {saved_kind}, this run's optimizer is {kind}",
             "Resume with the optimizer and the bits of its states that the run was started with.",
         )
-    by_weight: dict[str, dict[str, Any]] = {}
-    for whole, value in [*tensors.items(), *dict(values.get("numbers", {})).items()]:
-        name, _, key = whole.rpartition(".")
-        by_weight.setdefault(name, {})[key] = value
-    optimizer.state.clear()
-    if isinstance(optimizer, HostStates):
-        optimizer.copy_masters()
-    for name, state in by_weight.items():
-        parameter = trained[name]
-        if isinstance(optimizer, HostStates) and _MASTER in state:
-            optimizer.master(parameter).copy_(state.pop(_MASTER))
-        if bitsandbytes_states.is_ours(optimizer):
-            bitsandbytes_states.restore(optimizer, parameter, state)
-        elif state:
-            optimizer.state[parameter] = {
-                key: value.to(_place(optimizer, parameter, key), copy=True) for key, value in state.items()
-            }
+
+
+def _put_back(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+    if isinstance(optimizer, HostStates) and MASTER in state:
+        optimizer.master(parameter).copy_(state.pop(MASTER))
+    if bitsandbytes_states.is_ours(optimizer):
+        bitsandbytes_states.restore(optimizer, parameter, state)
+    elif state:
+        optimizer.state[parameter] = {
+            key: value.to(_place(optimizer, parameter, key), copy=True) for key, value in state.items()
+        }
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:

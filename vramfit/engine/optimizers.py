@@ -45,6 +45,31 @@ def build_optimizer(
     return HostStates(groups, lambda own: _optimizer(own, schedule, plan, device="cpu", seed=seed))
 
 
+def build_host_optimizer(
+    model: torch.nn.Module, schedule: ScheduleChoice, plan: Plan, *, seed: int = 0
+) -> tuple[torch.optim.Optimizer, dict[str, torch.nn.Parameter]]:
+    """(the plan's optimizer, what it steps by the names of the model's weights): fp32 stand-ins without numbers.
+
+    For weights whose numbers come and go. Raises as `build_optimizer`.
+    """
+    import torch
+
+    from vramfit.models.hollow import hollow
+
+    _check_bits(plan)
+    groups = parameter_groups(model, weight_decay=schedule.weight_decay)
+    if plan.optimizer == "muon":
+        groups = _apart(groups, outside_blocks(model))
+    made = {
+        parameter: torch.nn.Parameter(hollow(torch.empty((), dtype=torch.float32).expand(parameter.shape)))
+        for group in groups
+        for parameter in group["params"]
+    }
+    own = [{**group, "params": [made[each] for each in group["params"]]} for group in groups]
+    optimizer = _optimizer(own, schedule, plan, device="cpu", seed=seed)
+    return optimizer, {name: made[each] for name, each in model.named_parameters() if each in made}
+
+
 def _on_device(
     groups: list[dict[str, Any]], schedule: ScheduleChoice, plan: Plan, *, seed: int
 ) -> torch.optim.Optimizer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from vramfit.config import LossChoice
 from vramfit.engine.activations import Mode, plan_activations, set_activations, tighter
 from vramfit.engine.compiling import CompiledBlocks
-from vramfit.engine.evaluation import evaluation_mode
+from vramfit.engine.evaluation import evaluation_mode, has_finite_weights
 from vramfit.engine.governor import Governor, Reading
+from vramfit.engine.later import Later
 from vramfit.engine.loss import Batch, Targets, TokenLoss, model_inputs, targets_of
 from vramfit.engine.objective import Objective, SummedLoss
 from vramfit.engine.optimizer_state import load_optimizer_state, optimizer_state
@@ -30,7 +31,8 @@ from vramfit.engine.update import Around
 from vramfit.errors import CheckpointError, DataError
 from vramfit.planning.plan import Plan
 
-_MODEL, _OPTIMIZER, _RANDOM = "model.", "optimizer.", "random."
+MODEL, OPTIMIZER, RANDOM = "model.", "optimizer.", "random."
+"""What a checkpoint's tensors are called, before their own names."""
 _PLAIN_LOSS = LossChoice()
 
 
@@ -68,6 +70,29 @@ class Trained(NamedTuple):
     def of(cls, targets: Iterable[Targets]) -> Trained:
         counts = [(each.count, each.weight) for each in targets]
         return cls(sum(tokens for tokens, _ in counts), math.fsum(weight for _, weight in counts))
+
+
+class Chosen(Mapping[str, Tensor]):
+    """Some of a checkpoint's tensors, which are read when they are asked for; `prefix` is left out of their names."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], names: Iterable[str], *, prefix: str = "") -> None:
+        self._tensors, self._prefix = tensors, prefix
+        self._names = {name.removeprefix(prefix): None for name in names}
+
+    @classmethod
+    def under(cls, tensors: Mapping[str, Tensor], prefix: str) -> Chosen:
+        return cls(tensors, [name for name in tensors if name.startswith(prefix)], prefix=prefix)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._tensors[self._prefix + name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +154,7 @@ class ResidentExecutor:
         loss: LossChoice = _PLAIN_LOSS,
     ) -> None:
         self.model, self.plan, self.optimizer = model, plan, optimizer
-        self.device = next(model.parameters()).device
+        self.device = self._device()
         self._trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self._loss = TokenLoss(
             model,
@@ -265,17 +290,19 @@ class ResidentExecutor:
         """(allocated, reserved) peak bytes on the device since the last call; see `vramfit.engine.peak`."""
         return self._peak.read()
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def state(self) -> tuple[dict[str, Tensor | Later], dict[str, Any]]:
         """Everything a resume needs, as tensors for safetensors and plain values for JSON.
 
         Trained parameters and buffers, optimizer states, random states; the loss scaler. The tensors are the live
         ones, not copies: write them before the next step.
         """
-        tensors = {_MODEL + name: tensor.detach() for name, tensor in self._saved_tensors().items()}
+        tensors: dict[str, Tensor | Later] = {
+            MODEL + name: tensor.detach() for name, tensor in self._saved_tensors().items()
+        }
         states, optimizer_values = optimizer_state(self.optimizer, self._trained)
-        tensors |= {_OPTIMIZER + name: state for name, state in states.items()}
+        tensors |= {OPTIMIZER + name: state for name, state in states.items()}
         for name, state in random_state(self.device).items():
-            tensors[_RANDOM + name] = state
+            tensors[RANDOM + name] = state
         # Which rows go through together decides the last bits, and which dropout they meet.
         return tensors, {
             "scaler": self._scaler.state_dict() if self._scaler else None,
@@ -288,17 +315,13 @@ class ResidentExecutor:
         }
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Put the result of `state` back, bit for bit. Raises CheckpointError when it is of another model."""
-        saved = {name.removeprefix(_MODEL): value for name, value in tensors.items() if name.startswith(_MODEL)}
-        live = self._saved_tensors()
-        _check_same(saved, live)
-        with torch.no_grad():
-            for name, tensor in live.items():
-                tensor.copy_(saved[name])
-        saved_states = {
-            name.removeprefix(_OPTIMIZER): value for name, value in tensors.items() if name.startswith(_OPTIMIZER)
-        }
-        load_optimizer_state(self.optimizer, self._trained, saved_states, values.get("optimizer", {}))
+        """Put the result of `state` back, bit for bit, reading each of `tensors` once.
+
+        Raises CheckpointError when it is of another model.
+        """
+        weights = Chosen.under(tensors, MODEL)
+        self._load_weights(weights)
+        self._load_optimizer(Chosen.under(tensors, OPTIMIZER), values.get("optimizer", {}), weights)
         self._end.load_values(values.get("step_end", {}))
         if self._scaler and values.get("scaler"):
             self._scaler.load_state_dict(dict(values["scaler"]))
@@ -311,8 +334,33 @@ class ResidentExecutor:
             self.set_activations([tighter(now, then) for now, then in zip(planned, values["activations"], strict=True)])
         if self.governor:
             self.governor.load_state(values.get("governor", {}), modes=self.activations)
-        states = {name.removeprefix(_RANDOM): value for name, value in tensors.items() if name.startswith(_RANDOM)}
-        set_random_state(self.device, states)
+        set_random_state(self.device, dict(Chosen.under(tensors, RANDOM)))
+
+    def has_finite_weights(self) -> bool:
+        """Whether all trained weights are numbers."""
+        return has_finite_weights(self.model)
+
+    def close(self) -> None:
+        """The run is over."""
+
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @torch.no_grad()
+    def _load_weights(self, saved: Mapping[str, Tensor]) -> None:
+        live = self._saved_tensors()
+        _check_same(saved.keys(), live.keys())
+        for name, tensor in live.items():
+            value = saved[name]
+            if value.shape != tensor.shape:
+                raise _of_another_model(1, name)
+            tensor.copy_(value)
+
+    def _load_optimizer(
+        self, saved: Mapping[str, Tensor], values: Mapping[str, Any], weights: Mapping[str, Tensor]
+    ) -> None:
+        """`weights` are those of the checkpoint, where they have to be read again."""
+        load_optimizer_state(self.optimizer, self._trained, saved, values)
 
     def _cut(self, piece: Piece) -> list[Piece]:
         return piece.cut(self.recovery.most_rows or piece.rows)
@@ -404,11 +452,14 @@ def _no_tokens(where: str) -> DataError:
     )
 
 
-def _check_same(saved: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> None:
-    wrong = sorted(saved.keys() ^ live.keys())
-    wrong += [name for name in saved.keys() & live.keys() if saved[name].shape != live[name].shape]
+def _check_same(saved: Set[str], live: Set[str]) -> None:
+    wrong = sorted(saved ^ live)
     if wrong:
-        raise CheckpointError(
-            f"The checkpoint is of another model: {len(wrong)} tensors differ, the first is {wrong[0]}",
-            "Resume with the settings the run was started with.",
-        )
+        raise _of_another_model(len(wrong), wrong[0])
+
+
+def _of_another_model(count: int, first: str) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint is of another model: {count} tensors differ, the first is {first}",
+        "Resume with the settings the run was started with.",
+    )

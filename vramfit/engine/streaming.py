@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,16 @@ from torch import Tensor, nn
 
 from vramfit.engine.evaluation import evaluation_mode
 from vramfit.engine.head import base_model
+from vramfit.engine.later import Later
 from vramfit.engine.loss import Batch, Targets, model_inputs, targets_of
+from vramfit.engine.optimizer_state import check_kind
 from vramfit.engine.peak import VisitsPeak
 from vramfit.engine.precision import fp32_products
 from vramfit.engine.randomness import random_state, set_random_state
-from vramfit.engine.resident import Piece, ResidentExecutor, Trained, _no_tokens
+from vramfit.engine.resident import MODEL, OPTIMIZER, Chosen, Piece, ResidentExecutor, Trained, _no_tokens
+from vramfit.engine.step_of_blocks import AfterLastBlock, BesideBackward
+from vramfit.engine.tied import TiedGradient
+from vramfit.engine.trained_blocks import TrainedBlocks
 from vramfit.engine.update import Around
 from vramfit.engine.visiting import Call, VisitedBlocks
 from vramfit.engine.waiting import WaitingInputs
@@ -41,16 +46,24 @@ class StreamingExecutor(ResidentExecutor):
         visits: VisitedBlocks,
         plan: Plan,
         optimizer: torch.optim.Optimizer,
+        trained: TrainedBlocks | None = None,
         max_grad_norm: float = 1.0,
         **options: Any,
     ) -> None:
-        self.visits = visits
+        self.visits, self.trained = visits, trained
+        self._on = torch.device(plan.device)
         self._peak: VisitsPeak
         self._waiting = WaitingInputs(plan.input_tier, torch.device(plan.device))
         self._micro_batches = max(1, plan.accumulation)
         # Each block is recomputed here anyway: it must not do so by itself as well.
-        resident = dataclasses.replace(plan, recompute=0, compress=0, input_tier="device", weights_tier="device")
+        resident = dataclasses.replace(
+            plan, recompute=0, compress=0, input_tier="device", weights_tier="device", optimizer_in_backward=False
+        )
         super().__init__(model, plan=resident, optimizer=optimizer, max_grad_norm=max_grad_norm, **options)
+        self._of_blocks: AfterLastBlock | BesideBackward | None = None
+        if trained is not None:
+            kind = BesideBackward if plan.optimizer_in_backward and plan.clip_passes == 1 else AfterLastBlock
+            self._end = self._of_blocks = kind(trained, scaler=self._scaler, max_grad_norm=max_grad_norm)
         self._peak = VisitsPeak(
             model, optimizer, self.device, lambda: visits.stream.device_bytes + self._waiting.nbytes
         )
@@ -73,6 +86,23 @@ class StreamingExecutor(ResidentExecutor):
             for name, value in self._trained.items():
                 value.grad = held[name]
         return losses[0].item() / targets.weight, made
+
+    def state(self) -> tuple[dict[str, Tensor | Later], dict[str, Any]]:
+        """As in ResidentExecutor; what is on the tier is read when it is asked for, one tensor at a time."""
+        tensors, values = super().state()
+        if self.trained is not None:
+            tensors |= {MODEL + name: value for name, value in self.trained.stored_weights().items()}
+            tensors |= {OPTIMIZER + name: value for name, value in self.trained.stored_states().items()}
+        return tensors, values
+
+    def has_finite_weights(self) -> bool:
+        return super().has_finite_weights() and (self.trained is None or self.trained.all_finite())
+
+    def close(self) -> None:
+        """Take back what the run has on disk beside its checkpoints."""
+        self.visits.stream.close()
+        if self.trained is not None:
+            self.trained.close()
 
     def check(self) -> None:
         """Raise ModelError when this model's blocks cannot be taken apart: found on three tokens, before step 1."""
@@ -101,6 +131,32 @@ class StreamingExecutor(ResidentExecutor):
             raise _no_tokens("The held-out share")
         return total / weight, tokens
 
+    def _device(self) -> torch.device:
+        """Not where the first parameter is: it may be hollow."""
+        return self._on
+
+    def _load_weights(self, saved: Mapping[str, Tensor]) -> None:
+        if self.trained is None:
+            super()._load_weights(saved)
+            return
+        on_tier = self.trained.stored_weights().keys()
+        super()._load_weights(Chosen(saved, [name for name in saved if name not in on_tier]))
+
+    def _load_optimizer(
+        self, saved: Mapping[str, Tensor], values: Mapping[str, Any], weights: Mapping[str, Tensor]
+    ) -> None:
+        if self.trained is None:
+            super()._load_optimizer(saved, values, weights)
+            return
+        check_kind(self.optimizer, values)
+        self.trained.load(weights, saved)
+
+    def _saved_tensors(self) -> dict[str, Tensor]:
+        """Without the blocks' weights, which are on the tier."""
+        found = super()._saved_tensors()
+        on_tier = {} if self.trained is None else self.trained.stored_weights()
+        return {name: value for name, value in found.items() if name not in on_tier}
+
     def _accumulate(self, pieces: Sequence[Piece], around: Around) -> tuple[list[Tensor], Trained]:
         everything = [(piece, targets_of(piece)) for piece in pieces]
         trained = Trained.of(each for _, each in everything)
@@ -114,12 +170,23 @@ class StreamingExecutor(ResidentExecutor):
         self._waiting.clear()
         with torch.no_grad():
             hidden, calls = self._forward([piece for piece, _ in kept], keep=True)
-        losses, upstream = self._losses(kept, hidden, factor)
+        tied = self._tied_gradient([piece for piece, _ in kept])
+        losses, upstream = self._losses(kept, hidden, factor, tied)
         with around(losses):
             self._backward(upstream, calls)
         if self._embedding_trains:
-            self._before_blocks([piece for piece, _ in kept], upstream)
+            self._before_blocks([piece for piece, _ in kept], upstream, tied)
+        if tied is not None:
+            tied.finish()
         return losses
+
+    def _tied_gradient(self, pieces: Sequence[Piece]) -> TiedGradient | None:
+        """Where the embedding is the head, trains, and gets a gradient from several micro-batches."""
+        base = base_model(self.model)
+        table, head = base.get_input_embeddings().weight, base.get_output_embeddings()
+        if head is None or head.weight is not table or not table.requires_grad or len(pieces) < 2:
+            return None
+        return TiedGradient(table, [piece.input_ids for piece in pieces])
 
     def _forward(self, pieces: Sequence[Piece], *, keep: bool) -> tuple[list[Tensor], list[list[Call]]]:
         """(what the last block gives for each piece, each piece's calls of the blocks); inputs wait where planned."""
@@ -135,7 +202,7 @@ class StreamingExecutor(ResidentExecutor):
         return hidden, [each.calls for each in caught]
 
     def _losses(
-        self, kept: Sequence[tuple[Piece, Targets]], hidden: list[Tensor], factor: float
+        self, kept: Sequence[tuple[Piece, Targets]], hidden: list[Tensor], factor: float, tied: TiedGradient | None
     ) -> tuple[list[Tensor], list[Tensor]]:
         """(the summed loss of each piece, its gradient with respect to what the last block gave)."""
         losses, upstream = [], []
@@ -146,6 +213,8 @@ class StreamingExecutor(ResidentExecutor):
                 sums = self._sums(piece, each, gradient_scale=factor)
             (sums.objective * factor).backward()  # type: ignore[no-untyped-call]
             losses.append(sums.cross_entropy)
+            if tied is not None:
+                tied.add_head()
             assert end.grad is not None
             upstream.append(end.grad)
         return losses, upstream
@@ -157,6 +226,8 @@ class StreamingExecutor(ResidentExecutor):
             with self.visits.present(block, "down"):
                 for index in range(len(upstream)):
                     self._backward_of(block, index, upstream, calls[index][block])
+                if self._of_blocks is not None:
+                    self._of_blocks.block_is_done(block, self.visits.gradients(block))
         if after is not None:
             set_random_state(self.device, after)
 
@@ -175,13 +246,15 @@ class StreamingExecutor(ResidentExecutor):
             end = self.visits.compute(block, start, call)
         torch.autograd.backward(end, upstream)
 
-    def _before_blocks(self, pieces: Sequence[Piece], upstream: Sequence[Tensor]) -> None:
+    def _before_blocks(self, pieces: Sequence[Piece], upstream: Sequence[Tensor], tied: TiedGradient | None) -> None:
         """Gradients of what comes before the blocks: their forward once more, now to be differentiated."""
         for piece, gradient in zip(pieces, upstream, strict=True):
             with torch.enable_grad():
                 caught = self.visits.catch(lambda piece=piece: self._call_decoder(piece))  # type: ignore[misc]
             if caught.hidden.requires_grad:
                 torch.autograd.backward(caught.hidden, gradient)
+                if tied is not None:
+                    tied.add_embedding()
 
     def _call_decoder(self, piece: Piece) -> None:
         with self._computing():

@@ -21,6 +21,23 @@ class Source(Protocol):
     def read_into(self, into: Tensor) -> int: ...
 
 
+class Shelf(Protocol):
+    """A tier whose tensors are taken and put back one by one.
+
+    `in_memory`: what is taken is the tensor itself, and takes no time. `written_bytes` is what wears a drive.
+    """
+
+    layouts: Sequence[Layout]
+    in_memory: bool
+    written_bytes: int
+
+    def take(self, block: int, name: str) -> Tensor: ...
+
+    def put(self, block: int, name: str, tensor: Tensor) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class FilesTier:
     """Frozen blocks in the model's own files: nothing is copied, whatever the model's size.
 
@@ -47,6 +64,9 @@ class FilesTier:
 class RamTier:
     """Blocks in RAM, one flat buffer each: pinned where a card copies from them."""
 
+    in_memory = True
+    written_bytes = 0
+
     def __init__(self, layouts: Sequence[Layout], *, pinned: bool) -> None:
         self.layouts = layouts
         self.flats = [torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=pinned) for layout in layouts]
@@ -61,9 +81,23 @@ class RamTier:
     def write(self, block: int, flat: Tensor) -> None:
         self.flats[block].copy_(flat)
 
+    def take(self, block: int, name: str) -> Tensor:
+        """The tensor itself: what is changed in it is changed here."""
+        return self.layouts[block].places[name].view(self.flats[block])
+
+    def put(self, block: int, name: str, tensor: Tensor) -> None:
+        place = self.take(block, name)
+        if place.data_ptr() != tensor.data_ptr():
+            place.copy_(tensor)
+
+    def close(self) -> None:
+        self.flats = []
+
 
 class DiskTier:
     """Blocks one after another in a file of the run's own, which is made anew: it holds nothing a resume needs."""
+
+    in_memory = False
 
     def __init__(self, layouts: Sequence[Layout], path: Path) -> None:
         self.layouts, self.path = layouts, path
@@ -83,10 +117,7 @@ class DiskTier:
         view = into[: self.layouts[block].nbytes].numpy().data
         read = self._file.read_into(self._starts[block], view)
         if read < len(view):
-            raise CheckpointError(
-                f"{self.path} has been cut off: block {block} ends after {read:,} of {len(view):,} bytes",
-                "Resume the run: the file is made anew from its last checkpoint.",
-            )
+            raise self._cut_off(block)
         return read
 
     def resident(self, block: int) -> Tensor | None:
@@ -101,9 +132,34 @@ class DiskTier:
             raise self._no_room(error) from error
         self.written_bytes += nbytes
 
+    def take(self, block: int, name: str) -> Tensor:
+        """A copy of one tensor of a block. Raises CheckpointError."""
+        place = self.layouts[block].places[name]
+        found = torch.empty(place.shape, dtype=place.dtype)
+        view = found.view(-1).view(torch.uint8).numpy().data
+        if self._file.read_into(self._starts[block] + place.offset, view) < len(view):
+            raise self._cut_off(block)
+        return found
+
+    def put(self, block: int, name: str, tensor: Tensor) -> None:
+        """Write one tensor of a block, in the format it has here. Raises OutOfDisk."""
+        place = self.layouts[block].places[name]
+        flat = tensor.detach().to(device="cpu", dtype=place.dtype).contiguous().view(-1).view(torch.uint8)
+        try:
+            self._file.write_from(self._starts[block] + place.offset, flat.numpy().data)
+        except OSError as error:
+            raise self._no_room(error) from error
+        self.written_bytes += place.nbytes
+
     def close(self) -> None:
         self._file.close()
         self.path.unlink(missing_ok=True)
+
+    def _cut_off(self, block: int) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path} has been cut off: block {block} is no longer whole",
+            "Resume the run: the file is made anew from its last checkpoint.",
+        )
 
     def _no_room(self, error: OSError) -> OutOfDisk:
         return OutOfDisk(

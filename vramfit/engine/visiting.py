@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_flatten
 from vramfit.engine.activations import find_blocks
 from vramfit.engine.blocks import BlockStream, Direction
 from vramfit.errors import ModelError
-from vramfit.models.hollow import hollow
 
 Mode = Literal["run", "catch", "give"]
 
@@ -42,18 +41,21 @@ class Caught:
 
 
 class VisitedBlocks:
-    """The blocks of a model, each bound to its weights only while it is present.
+    """The blocks of a model, each bound to its weights only while it is present. `trains`: these have gradients.
 
     `owners` says for each tensor of a block's layout which module it belongs to and by which name.
     """
 
-    def __init__(self, model: nn.Module, stream: BlockStream) -> None:
-        self.model, self.stream = model, stream
+    def __init__(self, model: nn.Module, stream: BlockStream, *, trains: bool = False) -> None:
+        self.model, self.stream, self.trains = model, stream, trains
         self.blocks = list(find_blocks(model))
         self.mode: Mode = "run"
         self.direction: Direction = "up"
         self._own = [block.forward for block in self.blocks]
         self._owners = [_owners(block, stream.tier.layouts[at].places) for at, block in enumerate(self.blocks)]
+        self._absent = [
+            {name: getattr(module, leaf) for name, (module, leaf, _) in owners.items()} for owners in self._owners
+        ]
         self._caught: Caught | None = None
         self._given: Tensor | None = None
         self._tuples = False
@@ -102,7 +104,16 @@ class VisitedBlocks:
         try:
             yield
         finally:
-            self._bind(block, {name: hollow(tensor) for name, tensor in found.items()})
+            self._bind(block, self._absent[block])
+
+    def gradients(self, block: int) -> dict[str, Tensor]:
+        """What backward has left at the weights of a block that is present, by the layout's names."""
+        weights = {
+            name: module._parameters[leaf]
+            for name, (module, leaf, is_parameter) in self._owners[block].items()
+            if is_parameter
+        }
+        return {name: each.grad for name, each in weights.items() if each is not None and each.grad is not None}
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -147,7 +158,7 @@ class VisitedBlocks:
             module, leaf, is_parameter = self._owners[block][name]
             if is_parameter:
                 # A plain tensor would do for computing, and be no parameter for whoever lists them.
-                trains = tensor.requires_grad
+                trains = tensor.requires_grad or self.trains
                 module._parameters[leaf] = (
                     tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=trains)
                 )

@@ -7,7 +7,8 @@ error that can be told, where a map would end the process.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from vramfit.engine.later import Later
 from vramfit.errors import ModelError
 from vramfit.models.files import check_safetensors, weight_files
 from vramfit.positioned import PositionedFile
@@ -34,8 +36,14 @@ DTYPES: Final = {
     "BOOL": torch.bool,
 }
 
+FORMATS: Final = {dtype: name for name, dtype in DTYPES.items()}
+"""What a file calls a format."""
+
 _PIECE: Final = 16 * 2**20
 """Bytes read at once where numbers are converted on the way."""
+
+_HEADER_MULTIPLE: Final = 64
+"""Bytes: where the numbers of a file that is mapped into memory begin is then where processors like them to."""
 
 
 class WeightFile:
@@ -113,6 +121,53 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     for path in weight_files(folder):
         found |= {tensor.name: tensor for tensor in _tensors_of(WeightFile(path))}
     return found
+
+
+def tensors_in(path: Path) -> dict[str, StoredTensor]:
+    """Every tensor of one file. Raises ModelError."""
+    return {tensor.name: tensor for tensor in _tensors_of(WeightFile(path))}
+
+
+class TensorsOnDisk(Mapping[str, Tensor]):
+    """A file's tensors, each read when it is asked for. Raises ModelError."""
+
+    def __init__(self, path: Path) -> None:
+        self._found = tensors_in(path)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._found[name].read()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor | Later]) -> int:
+    """A safetensors file, written tensor by tensor: those that are read later are in memory one at a time.
+
+    Returns its size. Raises OSError.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
+        header[name] = {
+            "dtype": FORMATS[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + nbytes],
+        }
+        end += nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % _HEADER_MULTIPLE)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            found = tensor.read() if isinstance(tensor, Later) else tensor
+            flat = found.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            file.write(flat.numpy().data)
+        return file.tell()
 
 
 def _tensors_of(file: WeightFile) -> Iterator[StoredTensor]:

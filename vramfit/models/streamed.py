@@ -39,7 +39,7 @@ Attach = Callable[[nn.Module], nn.Module]
 def open_streamed(
     config: RunConfig, plan: Plan, *, scratch: Path, attach: Attach | None = None
 ) -> tuple[nn.Module, VisitedBlocks]:
-    """(the model of `config`, its visiting blocks), with `attach` having put adapters beside it.
+    """(the model of `config`, its visiting blocks), with `attach` having put adapters beside it. Without, all trains.
 
     `scratch` is where a disk tier that is not the model's own files is made. Raises ModelError, OutOfDisk.
     """
@@ -51,14 +51,15 @@ def open_streamed(
     shape = _shape_of(config.model, folder)
     dtype = DTYPES[plan.compute if plan.weight_format in QUANTISED else plan.weight_format]
     model = hollow_model(shape, dtype=dtype, attention=_ATTENTION[plan.attention])
-    model.requires_grad_(False)
+    trains = attach is None
+    model.requires_grad_(trains)
     sources = weight_sources(model, folder)
     blocks, prefix = _blocks_of(model)
     own = [_sources_of(block, f"{prefix}.{index}", sources) for index, block in enumerate(blocks)]
     if plan.weight_format == "nf4":
         for block in blocks:
             _make_quantised(block)
-    tier = _tier(plan, blocks, own, scratch)
+    tier = _tier(plan, blocks, own, scratch, trains=trains)
     device = torch.device(plan.device)
     _load_outside(model, prefix, sources, device, on_tier=plan.weights_tier)
     whole = attach(model) if attach is not None else model
@@ -66,25 +67,30 @@ def open_streamed(
     stored = sum(layout.nbytes for layout in tier.stored) if isinstance(tier, FilesTier) else math.inf
     if isinstance(tier, FilesTier) and device.type == "cpu" and stored < sum(layout.nbytes for layout in tier.layouts):
         return whole, VisitedBlocks(whole, WideningStream(tier, device, resident=stay))
-    return whole, VisitedBlocks(whole, BlockStream(tier, device, resident=stay))
+    return whole, VisitedBlocks(whole, BlockStream(tier, device, resident=stay), trains=trains)
 
 
 # --- the tier --------------------------------------------------------------------------------------------------------
 
 
-def _tier(plan: Plan, blocks: Sequence[nn.Module], own: Sequence[Mapping[str, Source]], scratch: Path) -> Tier:
+def _tier(
+    plan: Plan, blocks: Sequence[nn.Module], own: Sequence[Mapping[str, Source]], scratch: Path, *, trains: bool
+) -> Tier:
     layouts = [Layout(_tensors_of(block)) for block in blocks]
-    if plan.weight_format != "nf4" and plan.weights_tier == "disk":
+    if plan.weight_format != "nf4" and plan.weights_tier == "disk" and not trains:
         return FilesTier(
             layouts, own, [_as_stored(layout, sources) for layout, sources in zip(layouts, own, strict=True)]
         )
-    if plan.weights_tier == "disk":
-        disk = DiskTier(layouts, scratch / "blocks.bin")
-        _fill(blocks, layouts, own, disk.write)
-        return disk
-    ram = RamTier(layouts, pinned=plan.device != "cpu")
-    _fill(blocks, layouts, own, ram.write)
-    return ram
+    tier = own_tier(plan, plan.weights_tier, layouts, scratch, "blocks")
+    _fill(blocks, layouts, own, tier.write)
+    return tier
+
+
+def own_tier(plan: Plan, where: str, layouts: Sequence[Layout], scratch: Path, name: str) -> RamTier | DiskTier:
+    """A tier of the run's own, in RAM or in a file of that name. Raises OutOfDisk."""
+    if where == "disk":
+        return DiskTier(layouts, scratch / f"{name}.bin")
+    return RamTier(layouts, pinned=plan.device != "cpu")
 
 
 def _as_stored(layout: Layout, sources: Mapping[str, Source]) -> Layout:
@@ -162,7 +168,8 @@ def _load_outside(
     is, in its file or in RAM, and is looked up there."""
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    alone = head is None or head.weight is not embedding.weight
+    frozen = not embedding.weight.requires_grad
+    alone = frozen and (head is None or head.weight is not embedding.weight)
     made: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
         if path.startswith(f"{prefix}."):

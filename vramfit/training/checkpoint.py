@@ -16,6 +16,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -24,11 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vramfit.errors import CheckpointError, OutOfDisk
+from vramfit.errors import CheckpointError, ModelError, OutOfDisk
 from vramfit.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
+
+    from vramfit.engine.later import Later
 
 FORMAT = "vramfit-checkpoint-1"
 TENSORS, VALUES, MANIFEST = "tensors.safetensors", "values.json", "manifest.json"
@@ -39,11 +42,11 @@ _SPARE_BYTES = 64 * 2**20  # what must stay free beside the checkpoint, for the 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint read back and verified: tensors on the CPU, by name, and plain values."""
+    """A checkpoint that was verified: tensors by name, read from its file when they are asked for, and plain values."""
 
     step: int
     path: Path
-    tensors: dict[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor]
     values: dict[str, Any]
 
 
@@ -59,13 +62,14 @@ def save(
     root: Path,
     *,
     step: int,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor | Later],
     values: Mapping[str, Any],
     keep: int,
     best: int | None = None,
 ) -> Path:
-    """Write checkpoint `step` under `root`, then remove all but the newest `keep` and that of step `best`. Returns its
-    folder.
+    """Write checkpoint `step` under `root`, tensor by tensor, then remove all but the newest `keep` and that of `best`.
+
+    Returns its folder.
 
     Later ones are of a future that was given up, such as damaged ones a resume has passed over: they are removed too.
 
@@ -73,7 +77,7 @@ def save(
     """
     root.mkdir(parents=True, exist_ok=True)
     _remove_partial(root)
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    needed = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
     _check_room(root, needed)
     final = root / f"step-{step:08d}"
     partial = root / f"{final.name}.partial"
@@ -119,12 +123,11 @@ def steps(root: Path) -> list[int]:
     return [step for step, _ in _complete(root)]
 
 
-def _write(folder: Path, *, step: int, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> None:
-    from safetensors.torch import save_file
+def _write(folder: Path, *, step: int, tensors: Mapping[str, torch.Tensor | Later], values: Mapping[str, Any]) -> None:
+    from vramfit.models.stored import write_tensors
 
     folder.mkdir()
-    owned = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-    save_file(owned, folder / TENSORS)
+    write_tensors(folder / TENSORS, tensors)
     (folder / VALUES).write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
     files = {name: _fingerprint(folder / name) for name in (TENSORS, VALUES)}
     manifest = {"format": FORMAT, "step": step, "files": files}
@@ -135,7 +138,7 @@ def _write(folder: Path, *, step: int, tensors: Mapping[str, torch.Tensor], valu
 
 
 def _read(folder: Path, *, step: int) -> Checkpoint:
-    from safetensors.torch import load_file
+    from vramfit.models.stored import TensorsOnDisk
 
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -144,9 +147,9 @@ def _read(folder: Path, *, step: int) -> Checkpoint:
         for name in (TENSORS, VALUES):
             if manifest["files"][name] != _fingerprint(folder / name):
                 raise CheckpointError(f"{folder.name}/{name} does not match its manifest")
-        tensors = load_file(folder / TENSORS)
+        tensors = TensorsOnDisk(folder / TENSORS)
         values = json.loads((folder / VALUES).read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ModelError) as error:
         raise CheckpointError(f"{folder.name} cannot be read ({type(error).__name__})") from error
     return Checkpoint(step=step, path=folder, tensors=tensors, values=values)
 

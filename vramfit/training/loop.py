@@ -22,7 +22,6 @@ from vramfit.data.conversations import Example
 from vramfit.data.prepare import PreparedData, prepare
 from vramfit.engine.compiling import CompiledBlocks
 from vramfit.engine.drift import Calibrator, Check
-from vramfit.engine.evaluation import has_finite_weights
 from vramfit.engine.precision import COLLAPSED_LOSS_SCALE, described
 from vramfit.engine.reach import check_gradients_reach
 from vramfit.engine.resident import ResidentExecutor, StepResult
@@ -305,7 +304,7 @@ class _Run:
 
     def save(self, step: int) -> None:
         """A checkpoint from which `resume` goes on exactly. After bad steps none: the last good ones stay."""
-        if self.health.refusals.in_a_row or not has_finite_weights(self.executor.model):
+        if self.health.refusals.in_a_row or not self.executor.has_finite_weights():
             message = "No checkpoint was saved after a step without finite numbers; the last good one is kept."
             self._say("warning", "checkpoint", message, step=step)
             return
@@ -366,7 +365,7 @@ class _Run:
 
     def check_weights(self, step: int) -> None:
         """Refuse to export what no longer holds numbers. Raises UserError."""
-        if not has_finite_weights(self.executor.model):
+        if not self.executor.has_finite_weights():
             raise UserError(
                 f"After step {step} the weights are not finite numbers, so nothing is exported",
                 "Lower the learning rate and start anew; the last good checkpoint is kept.",

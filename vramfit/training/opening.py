@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from vramfit.config import RunConfig
 from vramfit.engine.heap import keep_freed_memory
-from vramfit.engine.optimizers import build_optimizer
+from vramfit.engine.optimizers import build_host_optimizer, build_optimizer
 from vramfit.engine.resident import ResidentExecutor
 from vramfit.errors import ConfigError, Problem
 from vramfit.models.export import export_kind
@@ -46,6 +46,8 @@ def _streaming(config: RunConfig, plan: Plan, *, folder: Path, start_file: Path,
 
     _check(config)
     quiet_transformers()
+    if not config.trains_adapter:
+        return _streaming_all(config, plan, scratch=folder / SCRATCH)
     model, visits = open_streamed(
         config,
         plan,
@@ -57,6 +59,35 @@ def _streaming(config: RunConfig, plan: Plan, *, folder: Path, start_file: Path,
         visits=visits,
         plan=plan,
         optimizer=build_optimizer(model, config.schedule, plan, seed=config.seed),
+        max_grad_norm=config.schedule.max_grad_norm,
+        loss=config.loss,
+    )
+    executor.check()
+    return executor
+
+
+def _streaming_all(config: RunConfig, plan: Plan, *, scratch: Path) -> ResidentExecutor:
+    """Where the blocks that visit train."""
+    from vramfit.engine.streaming import StreamingExecutor
+    from vramfit.engine.trained_blocks import TrainedBlocks
+    from vramfit.models.streamed import open_streamed, own_tier
+
+    model, visits = open_streamed(config, plan, scratch=scratch)
+    optimizer, stand_ins = build_host_optimizer(model, config.schedule, plan, seed=config.seed)
+    weights: Any = visits.stream.tier
+    trained = TrainedBlocks(
+        visits,
+        weights,
+        optimizer,
+        stand_ins,
+        lambda layouts, name: own_tier(plan, plan.optimizer_tier, layouts, scratch, name),
+    )
+    executor = StreamingExecutor(
+        model,
+        visits=visits,
+        trained=trained,
+        plan=plan,
+        optimizer=optimizer,
         max_grad_norm=config.schedule.max_grad_norm,
         loss=config.loss,
     )

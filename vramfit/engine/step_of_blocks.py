@@ -1,0 +1,179 @@
+"""The end of a step whose weights visit: each block's gradients leave it when its backward is done.
+
+`AfterLastBlock` is exact: gradients wait on the tier until the norm of all is known, then every weight is stepped; no
+weight moves before. `BesideBackward` steps a block while the device computes the next one and clips by the norm of the
+step before; nothing waits, and a third less is written. Both, and what they do with numbers that are not finite, are as
+in `step_in_backward.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vramfit.engine.trained_blocks import TrainedBlocks, Where
+from vramfit.engine.update import Around, Finish, Made, Trained, fetch, norms_of, problem_of, total_norm
+
+
+class _OfBlocks:
+    """What both have in common: norms by weight, and a thread that takes gradients away while backward goes on."""
+
+    def __init__(self, blocks: TrainedBlocks, *, scaler: torch.amp.GradScaler | None, max_grad_norm: float) -> None:
+        self._blocks, self._scaler, self._max_grad_norm = blocks, scaler, max_grad_norm
+        self._by_block: dict[int | None, list[Where]] = {}
+        for where in blocks.places:
+            self._by_block.setdefault(where.block, []).append(where)
+        self._norms: dict[str, Tensor] = {}
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gradients")
+        self._going: Future[None] | None = None
+
+    def passes(self, run: Callable[[Around], Made[Trained]]) -> Made[Trained]:
+        self._settle()
+        self._blocks.forget()
+        self._norms.clear()
+        made = run(self._around)
+        self._settle()
+        return made
+
+    def block_is_done(self, block: int, gradients: Mapping[str, Tensor]) -> None:
+        """All micro-batches' gradients of a block, on the device; they belong to this from here on."""
+        found = [(where, gradients[where.local]) for where in self._by_block.get(block, ()) if where.local in gradients]
+        for where, gradient in found:
+            self._measure(where, gradient)
+        arrived = _now(found[0][1].device) if found else None
+        self._settle()  # one block's gradients are on their way, never two
+        self._going = self._thread.submit(self._hand_over, found, arrived)
+
+    def values(self) -> dict[str, Any]:
+        return {}
+
+    def load_values(self, values: dict[str, Any]) -> None:
+        pass
+
+    def _around(self, losses: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def _hand_over(self, found: Sequence[tuple[Where, Tensor]], arrived: torch.Event | None) -> None:
+        raise NotImplementedError
+
+    def _measure(self, where: Where, gradient: Tensor) -> None:
+        if self._scaler is not None:
+            gradient.mul_(1.0 / self._scaler.get_scale())
+        self._norms[where.name] = norms_of([gradient])[0]
+
+    def _measure_outside(self) -> Tensor:
+        """The norm of all gradients, those of weights outside the blocks included."""
+        for where in self._by_block.get(None, ()):
+            gradient = self._blocks.outside(where).grad
+            if gradient is not None:
+                self._measure(where, gradient)
+        return total_norm([self._norms[where.name] for where in self._blocks.places if where.name in self._norms])
+
+    def _settle(self) -> None:
+        going, self._going = self._going, None
+        if going is not None:
+            going.result()
+
+    def _finished(self, loss_sum: float, grad_norm: float, *, skipped: bool) -> Finish:
+        scale = None
+        if self._scaler is not None:
+            witness = nn.Parameter(torch.zeros(()))
+            witness.grad = torch.tensor(grad_norm)
+            self._scaler.unscale_(torch.optim.SGD([witness], lr=0.0))
+            self._scaler.update()
+            scale = self._scaler.get_scale()
+        return Finish(
+            loss_sum=loss_sum,
+            grad_norm=grad_norm,
+            skipped=skipped,
+            loss_scale=scale,
+            problem=problem_of(loss_sum, grad_norm, scale),
+        )
+
+
+class AfterLastBlock(_OfBlocks):
+    """Exact: the weights of an ordinary step, or none changed where the loss or the gradient is not finite."""
+
+    def finish(self, losses: Sequence[Tensor]) -> Finish:
+        norm = self._measure_outside()
+        loss_sum, grad_norm = fetch(losses, norm)
+        finite = math.isfinite(loss_sum) and math.isfinite(grad_norm)
+        if finite:
+            on_cpu = norm.cpu()
+            self._blocks.step_sent(lambda weight: self._clip(weight, on_cpu))
+            self._blocks.renew()
+        self._blocks.forget()
+        return self._finished(loss_sum, grad_norm, skipped=not finite)
+
+    def _clip(self, weight: nn.Parameter, norm: Tensor) -> None:
+        if self._max_grad_norm > 0:
+            nn.utils.clip_grads_with_norm_(weight, self._max_grad_norm, norm)
+
+    def _hand_over(self, found: Sequence[tuple[Where, Tensor]], arrived: torch.Event | None) -> None:
+        if arrived is not None:
+            arrived.synchronize()
+        for where, gradient in found:
+            self._blocks.send(where, gradient)
+
+
+class BesideBackward(_OfBlocks):
+    """Each block's step while the block before it is in backward; clipped by the norm of the step before."""
+
+    def __init__(self, blocks: TrainedBlocks, *, scaler: torch.amp.GradScaler | None, max_grad_norm: float) -> None:
+        super().__init__(blocks, scaler=scaler, max_grad_norm=max_grad_norm)
+        self._norm_before: float | None = None
+        self._refused = False
+
+    def values(self) -> dict[str, Any]:
+        return {"norm_before": self._norm_before}
+
+    def load_values(self, values: dict[str, Any]) -> None:
+        self._norm_before = values.get("norm_before")
+
+    def finish(self, losses: Sequence[Tensor]) -> Finish:
+        norm = self._measure_outside()
+        loss_sum, grad_norm = fetch(losses, norm)
+        if self._refused:
+            self._blocks.forget()
+        else:
+            outside = iter(
+                [where for where in self._by_block.get(None, ()) if self._blocks.outside(where).grad is not None]
+            )
+            self._blocks.step_sent(lambda weight: self._clip(weight, self._norms[next(outside).name].cpu()))
+            self._blocks.renew()
+            if math.isfinite(grad_norm):
+                self._norm_before = grad_norm
+        return self._finished(loss_sum, grad_norm, skipped=self._refused)
+
+    @contextlib.contextmanager
+    def _around(self, losses: Sequence[Tensor]) -> Iterator[None]:
+        self._refused = not math.isfinite(sum(loss.item() for loss in losses))
+        yield
+
+    def _hand_over(self, found: Sequence[tuple[Where, Tensor]], arrived: torch.Event | None) -> None:
+        if self._refused:
+            return
+        if arrived is not None:
+            arrived.synchronize()
+        for where, gradient in found:
+            norm = self._norms[where.name].cpu()
+            self._blocks.step(where, gradient.cpu(), lambda weight, norm=norm: self._clip(weight, norm))  # type: ignore[misc]
+
+    def _clip(self, weight: nn.Parameter, norm: Tensor) -> None:
+        gradient = weight.grad
+        assert gradient is not None
+        gradient.nan_to_num_(0.0, 0.0, 0.0).mul_(norm.isfinite())
+        if self._max_grad_norm > 0:
+            known = norm if self._norm_before is None else torch.full_like(norm, self._norm_before)
+            nn.utils.clip_grads_with_norm_(weight, self._max_grad_norm, known.nan_to_num(0.0, 0.0, 0.0))
+
+
+def _now(device: torch.device) -> torch.Event | None:
+    """When what was asked of a card so far is done; None for the CPU, where it is."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
