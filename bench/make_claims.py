@@ -15,8 +15,8 @@ HEAD = """# Claims, worked out
 
 What people read about big models on small cards, and what the planner makes of it. Every figure is arithmetic of an
 estimate (`vramfit/planning/claims.py`, rates of the catalogue), none is measured; `python bench/make_claims.py` writes
-this page, and a test keeps it as the planner has it. Streaming of frozen bases is in this version's engine, that
-of weights that train is designed.
+this page, and a test keeps it as the planner has it. Streaming, of frozen bases and of weights that train, is in
+this version's engine.
 """
 
 

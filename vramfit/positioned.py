@@ -9,12 +9,18 @@ from pathlib import Path
 
 
 class PositionedFile:
-    """Reads and writes go on until all is done or the file ends. Any thread may do either. Raises OSError."""
+    """Reads and writes go on until all is done or the file ends. Any thread may do either. Raises OSError.
 
-    def __init__(self, path: Path, *, write: bool = False) -> None:
+    One that `vanishes` is gone with the process, however that ends.
+    """
+
+    def __init__(self, path: Path, *, write: bool = False, vanishes: bool = False) -> None:
         flags = (os.O_RDWR | os.O_CREAT | os.O_TRUNC) if write else os.O_RDONLY
+        flags |= getattr(os, "O_TEMPORARY", 0) if vanishes else 0  # where an open file cannot be removed
         self.path = path
         self.descriptor = os.open(path, flags | getattr(os, "O_BINARY", 0), 0o600)
+        if vanishes and not hasattr(os, "O_TEMPORARY"):
+            path.unlink()
         self._close = weakref.finalize(self, os.close, self.descriptor)
         self._seeking = threading.Lock()  # only where a position has to be sought before a read
 

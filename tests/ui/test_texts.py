@@ -45,7 +45,7 @@ def test_every_sentence_of_the_planner_is_said_in_chinese_with_its_numbers() -> 
 
 
 def test_a_plan_s_reasons_are_chinese_in_chinese() -> None:
-    config = RunConfig.parse({"method": "full", "model": {"source": "Qwen/Qwen3-1.7B"}})
+    config = RunConfig.parse({"method": "pretrain", "model": {"source": "Qwen/Qwen3-1.7B"}})
     work = Workload(sequences=100, mean_tokens=500, longest_tokens=900)
     machine = machine_with("RTX 3060", count=2)
     with pytest.raises(WontFit) as caught:

@@ -36,6 +36,7 @@ SENTENCES: dict[str, str] = {
     "weights.fp32": "训练的权重保持 fp32：用 16 位时大多数小的更新会被舍掉",
     "weights.frozen16": "冻结的基座按计算精度存放，适配器用 fp32 训练",
     "weights.frozen": "冻结的基座按计算精度存放",
+    "weights.copies": "用 bf16 计算；训练的是优化器状态旁的 fp32 副本",
     "weights.bf16": "由您设定：随机舍入，平均而言小的更新不会丢失",
     "optimizer.quarter": "状态分块存放，每块一个缩放系数，只占四分之一",
     "optimizer.eighth": "状态分块存放，每块一个缩放系数，只占八分之一",
@@ -50,6 +51,9 @@ SENTENCES: dict[str, str] = {
     "cards.ddp": "每张卡都有全部内容，各算一部分，梯度相加",
     "streaming": "它们放在{place}，逐层送到设备上，其余的留在设备上",
     "streaming.blocks": "{layers} 层中的 {count} 层",
+    "streaming.stay": "所有层都留在设备上；被更新的权重及其状态放在{place}",
+    "disk.value": "每步 {size}",
+    "disk.wear": "4 TB 的消费级硬盘额定写入量为 2,400 TB：相当于 {steps} 个这样的步",
     "inputs.host": "每层的输入在内存里等待反向，并提前送回",
     "other.device": "峰值（{phase}）需要设备内存 {needed}，可用 {available}",
     "other.ram": "需要内存 {needed}，只有 {available}",
@@ -69,6 +73,7 @@ SENTENCES: dict[str, str] = {
 
 LACKING: dict[str, str] = {
     "streaming of weights that train": "流式训练可训练的权重",
+    "streaming from random weights": "从随机权重开始的流式训练",
     "streaming from RAM": "从内存流式加载",
     "streaming from disk": "从磁盘流式加载",
     "an optimizer in RAM": "放在内存的优化器",

@@ -203,6 +203,11 @@ class Nf4Linear(nn.Linear):
             made.register_buffer(name, None, persistent=False)
         return made
 
+    def unpacked(self) -> Tensor:
+        """The weight [outputs, inputs] as numbers."""
+        parts = Quantised(**{name: getattr(self, name) for name in PARTS})
+        return dequantise(parts, (self.out_features, self.in_features), self.weight.dtype)
+
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name for it
         parts = Quantised(**{name: getattr(self, name) for name in PARTS})
         dtype = torch.get_autocast_dtype(input.device.type) if torch.is_autocast_enabled(input.device.type) else None

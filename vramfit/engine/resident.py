@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -340,8 +340,8 @@ class ResidentExecutor:
         """Whether all trained weights are numbers."""
         return has_finite_weights(self.model)
 
-    def close(self) -> None:
-        """The run is over."""
+    parts: Callable[[], list[dict[str, Tensor | Later]]] | None = None
+    """Gives the model with its adapters merged, for an export, where it is not in memory as a whole."""
 
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device

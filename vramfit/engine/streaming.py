@@ -33,6 +33,7 @@ from vramfit.engine.trained_blocks import TrainedBlocks
 from vramfit.engine.update import Around
 from vramfit.engine.visiting import Call, VisitedBlocks
 from vramfit.engine.waiting import WaitingInputs
+from vramfit.models.adapters import merged_tensors
 from vramfit.planning.plan import Plan
 
 
@@ -95,14 +96,42 @@ class StreamingExecutor(ResidentExecutor):
             tensors |= {OPTIMIZER + name: value for name, value in self.trained.stored_states().items()}
         return tensors, values
 
+    def parts(self) -> list[dict[str, Tensor | Later]]:
+        """What is not a block, then each block: the model as it is now, adapters merged into it."""
+        inside = self.visits.prefix + "."
+        if self.trained is not None:
+            blocks: list[dict[str, Tensor | Later]] = [{} for _ in self.visits.blocks]
+            for name, value in self.trained.stored_weights().items():
+                blocks[int(name.removeprefix(inside).partition(".")[0])][name] = value
+            return [dict(self._saved_tensors()), *blocks]
+        outside = merged_tensors(base_model(self.model), without=self.visits.prefix)
+        tied = {id(value): name for name, value in reversed(outside.items())}  # the first name of each
+        outside = {name: value for name, value in outside.items() if tied[id(value)] == name}
+        return [{**outside, **self.visits.looked_up}, *map(self._merged_block, range(len(self.visits.blocks)))]
+
+    def _merged_block(self, block: int) -> dict[str, Tensor | Later]:
+        """The block's weights with its adapters, made when the first of them is asked for."""
+        made: dict[str, Tensor] = {}
+
+        def take(name: str) -> Tensor:
+            if name not in made:
+                with torch.no_grad(), self.visits.present(block, "up"):
+                    made.update(
+                        {key: each.cpu().clone() for key, each in merged_tensors(self.visits.blocks[block]).items()}
+                    )
+            return made.pop(name)
+
+        return {
+            f"{self.visits.prefix}.{block}.{name}": Later(
+                shape=tuple(each.shape),
+                dtype=each.dtype,
+                read=lambda name=name: take(name),  # type: ignore[misc]
+            )
+            for name, each in _published(self.visits.blocks[block]).items()
+        }
+
     def has_finite_weights(self) -> bool:
         return super().has_finite_weights() and (self.trained is None or self.trained.all_finite())
-
-    def close(self) -> None:
-        """Take back what the run has on disk beside its checkpoints."""
-        self.visits.stream.close()
-        if self.trained is not None:
-            self.trained.close()
 
     def check(self) -> None:
         """Raise ModelError when this model's blocks cannot be taken apart: found on three tokens, before step 1."""
@@ -273,6 +302,21 @@ class StreamingExecutor(ResidentExecutor):
 
 def _nothing_around(losses: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
+
+
+def _published(block: nn.Module) -> dict[str, Tensor]:
+    """A block's own weights and buffers by the names they have without adapters."""
+    skipped = {
+        f"{path}.{name}" for path, module in block.named_modules() for name in module._non_persistent_buffers_set
+    }
+    own = {
+        **dict(block.named_parameters()),
+        **{name: each for name, each in block.named_buffers() if name not in skipped},
+    }
+    plain = {name.replace(".base_layer.", "."): each for name, each in own.items() if ".lora_" not in name}
+    turned = {f"{path}.weight" for path, module in block.named_modules() if getattr(module, "transposed", False)}
+    turned = {name.replace(".base_layer.", ".") for name in turned}
+    return {name: each.t() if name in turned else each for name, each in plain.items()}
 
 
 def _is_in_blocks(name: str, visits: VisitedBlocks) -> bool:

@@ -35,8 +35,6 @@ class Shelf(Protocol):
 
     def put(self, block: int, name: str, tensor: Tensor) -> None: ...
 
-    def close(self) -> None: ...
-
 
 class FilesTier:
     """Frozen blocks in the model's own files: nothing is copied, whatever the model's size.
@@ -90,9 +88,6 @@ class RamTier:
         if place.data_ptr() != tensor.data_ptr():
             place.copy_(tensor)
 
-    def close(self) -> None:
-        self.flats = []
-
 
 class DiskTier:
     """Blocks one after another in a file of the run's own, which is made anew: it holds nothing a resume needs."""
@@ -106,11 +101,11 @@ class DiskTier:
             self._starts.append(self._starts[-1] + layout.nbytes)
         self.written_bytes = 0
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = PositionedFile(path, write=True)
+        self._file = PositionedFile(path, write=True, vanishes=True)
         try:
             self._file.reserve(self._starts[-1])  # a disk that is too small is known before step 1
         except OSError as error:
-            self.close()
+            self._file.close()
             raise self._no_room(error) from error
 
     def read(self, block: int, into: Tensor) -> int:
@@ -150,10 +145,6 @@ class DiskTier:
         except OSError as error:
             raise self._no_room(error) from error
         self.written_bytes += place.nbytes
-
-    def close(self) -> None:
-        self._file.close()
-        self.path.unlink(missing_ok=True)
 
     def _cut_off(self, block: int) -> CheckpointError:
         return CheckpointError(

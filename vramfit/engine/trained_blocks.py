@@ -79,10 +79,6 @@ class TrainedBlocks:
     def written_bytes(self) -> int:
         return sum(shelf.written_bytes for shelf in self._shelves)
 
-    def close(self) -> None:
-        for shelf in self._shelves:
-            shelf.close()
-
     @property
     def _shelves(self) -> tuple[Shelf, ...]:
         return self._weights, self._states, self._gradients

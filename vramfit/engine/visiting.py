@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten
 
 from vramfit.engine.activations import find_blocks
 from vramfit.engine.blocks import BlockStream, Direction
+from vramfit.engine.later import Later
 from vramfit.errors import ModelError
 
 Mode = Literal["run", "catch", "give"]
@@ -48,7 +49,13 @@ class VisitedBlocks:
 
     def __init__(self, model: nn.Module, stream: BlockStream, *, trains: bool = False) -> None:
         self.model, self.stream, self.trains = model, stream, trains
-        self.blocks = list(find_blocks(model))
+        found = find_blocks(model)
+        self.blocks = list(found)
+        whole: Any = model
+        base: Any = whole.get_base_model() if hasattr(model, "get_base_model") else model
+        self.prefix = next(name for name, module in base.named_modules() if module is found)
+        self.looked_up: dict[str, Later] = {}
+        """Tables outside the blocks that are not on the device: rows are looked up where they are."""
         self.mode: Mode = "run"
         self.direction: Direction = "up"
         self._own = [block.forward for block in self.blocks]

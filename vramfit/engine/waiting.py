@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +61,7 @@ class WaitingInputs:
         if self._file is None:
             handle, name = tempfile.mkstemp(prefix="vramfit-inputs-")
             os.close(handle)
-            self._file = PositionedFile(Path(name), write=True)
-            weakref.finalize(self, _remove, self._file)
+            self._file = PositionedFile(Path(name), write=True, vanishes=True)
         place = self._end
         flat = hidden.detach().contiguous().cpu().view(-1).view(torch.uint8)
         self._file.write_from(place, flat.numpy().data)
@@ -75,8 +73,3 @@ class WaitingInputs:
         assert self._file is not None
         self._file.read_into(place, found.view(-1).view(torch.uint8).numpy().data)
         return found
-
-
-def _remove(file: PositionedFile) -> None:
-    file.close()
-    file.path.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from vramfit.engine.nf4 import Nf4Linear
 from vramfit.errors import ModelError
 from vramfit.models.adapter_targets import ALL_LINEAR, adapted_names
 from vramfit.models.dora import row_lengths, use_short_dora
@@ -93,9 +94,14 @@ def merged_state(model: Any) -> dict[str, torch.Tensor]:
 
     Sums are made in fp32 and stored in the base's format (4-bit bases: in the adapters' input format, bf16 or wider).
     """
+    return merged_tensors(model.get_base_model())
+
+
+def merged_tensors(whole: nn.Module, *, without: str = "") -> dict[str, torch.Tensor]:
+    """The same of a part of the base model, such as a block, by its own names; not of what is under `without`."""
     state: dict[str, torch.Tensor] = {}
-    for name, module in model.get_base_model().named_modules():
-        if ".lora_" in name or ".base_layer" in name:
+    for name, module in whole.named_modules():
+        if ".lora_" in name or ".base_layer" in name or (without and name.startswith(f"{without}.")):
             continue
         base = module.base_layer if hasattr(module, "get_delta_weight") else module
         beside = expert_adapters(module)
@@ -104,6 +110,8 @@ def merged_state(model: Any) -> dict[str, torch.Tensor]:
                 tensor = beside[key].merged(tensor)
             elif key == "weight" and base is not module:
                 tensor = _merged(module, tensor)
+            if key == "weight" and isinstance(base, Nf4Linear) and base.transposed:
+                tensor = tensor.t().contiguous()
             state[f"{name}.{key}".removeprefix(".")] = tensor.detach()
     return state
 
@@ -122,6 +130,8 @@ def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = dict(module.named_parameters(recurse=False))
     skipped = module._non_persistent_buffers_set
     tensors |= {name: buffer for name, buffer in module.named_buffers(recurse=False) if name not in skipped}
+    if isinstance(module, Nf4Linear):
+        tensors["weight"] = module.unpacked()
     quantised: Any = getattr(module, "weight", None)
     if getattr(quantised, "quant_state", None) is not None:
         from bitsandbytes.functional import dequantize_4bit

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
 
 from vramfit.config import STARTER_MODEL, RunConfig
+from vramfit.engine.head import base_model
 from vramfit.errors import ModelError, OutOfDisk
+from vramfit.models.export_parts import Part, bytes_of, write_parts
 from vramfit.units import format_bytes
 
 ExportKind = Literal["adapter", "merged", "model"]
@@ -22,17 +24,29 @@ ExportKind = Literal["adapter", "merged", "model"]
 _SPARE_BYTES = 64 * 2**20  # tokenizer, config, and room for the database and the log
 
 
-def export_run(model: nn.Module, tokenizer: Any, config: RunConfig, folder: Path) -> Path:
+def export_run(
+    model: nn.Module,
+    tokenizer: Any,
+    config: RunConfig,
+    folder: Path,
+    *,
+    parts: Callable[[], Sequence[Part]] | None = None,
+) -> Path:
     """Write the result of a run to `folder` (replaced when it exists) and return it.
 
-    "auto" is the adapter where there is one, else the whole model. The files are written beside `folder` and moved in
+    "auto" is the adapter where there is one, else the whole model. `parts` gives the whole model, adapters merged into
+    it, where that is not in memory. The files are written beside `folder` and moved in
     at the end, so that `folder` is complete or as it was. Raises OutOfDisk, ModelError.
     """
     from vramfit.models.load import quiet_transformers
 
     quiet_transformers()
     kind = export_kind(config)
-    needed = _bytes_needed(model, kind) + _SPARE_BYTES
+    in_parts = parts() if parts is not None and kind != "adapter" else None
+    if in_parts is None:
+        needed = _bytes_needed(model, kind) + _SPARE_BYTES
+    else:
+        needed = sum(bytes_of(each) for part in in_parts for each in part.values()) + _SPARE_BYTES
     folder.parent.mkdir(parents=True, exist_ok=True)
     _check_room(folder.parent, needed)
     partial = folder.with_name(f"{folder.name}.partial")
@@ -44,7 +58,10 @@ def export_run(model: nn.Module, tokenizer: Any, config: RunConfig, folder: Path
     }
     try:
         partial.mkdir()
-        writers[kind](model, config, partial)
+        if in_parts is None:
+            writers[kind](model, config, partial)
+        else:
+            write_parts(base_model(model), in_parts, partial)
         tokenizer.save_pretrained(partial)
         _move(partial, folder)
     except Exception as error:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vramfit.config import ModelChoice, RunConfig
 from vramfit.engine.activations import find_blocks
 from vramfit.engine.blocks import BlockStream, Layout, Tier, WideningStream
+from vramfit.engine.later import Later
 from vramfit.engine.nf4 import PARTS, Nf4Linear, part_shapes, quantise
 from vramfit.engine.precision import DTYPES
 from vramfit.engine.tiers import DiskTier, FilesTier, RamTier
@@ -61,13 +62,16 @@ def open_streamed(
             _make_quantised(block)
     tier = _tier(plan, blocks, own, scratch, trains=trains)
     device = torch.device(plan.device)
-    _load_outside(model, prefix, sources, device, on_tier=plan.weights_tier)
+    looked_up = _load_outside(model, prefix, sources, device, on_tier=plan.weights_tier)
     whole = attach(model) if attach is not None else model
     stay = range(min(plan.resident_blocks, len(blocks)))
     stored = sum(layout.nbytes for layout in tier.stored) if isinstance(tier, FilesTier) else math.inf
     if isinstance(tier, FilesTier) and device.type == "cpu" and stored < sum(layout.nbytes for layout in tier.layouts):
-        return whole, VisitedBlocks(whole, WideningStream(tier, device, resident=stay))
-    return whole, VisitedBlocks(whole, BlockStream(tier, device, resident=stay), trains=trains)
+        visits = VisitedBlocks(whole, WideningStream(tier, device, resident=stay))
+    else:
+        visits = VisitedBlocks(whole, BlockStream(tier, device, resident=stay), trains=trains)
+    visits.looked_up = looked_up
+    return whole, visits
 
 
 # --- the tier --------------------------------------------------------------------------------------------------------
@@ -163,9 +167,9 @@ def _sources_of(block: nn.Module, prefix: str, sources: Mapping[str, Source]) ->
 
 def _load_outside(
     model: Any, prefix: str, sources: Mapping[str, Source], device: torch.device, *, on_tier: str
-) -> None:
+) -> dict[str, Later]:
     """Embedding, final norm, head and the rest: to the device. A table of tokens that nothing else uses stays where it
-    is, in its file or in RAM, and is looked up there."""
+    is, in its file or in RAM, and is looked up there; it is what is returned, by its name."""
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     frozen = not embedding.weight.requires_grad
@@ -190,6 +194,10 @@ def _load_outside(
         in_file = on_tier == "disk" and isinstance(source, StoredTensor)
         rows = source.rows if in_file and isinstance(source, StoredTensor) else _rows_in_ram(source, embedding.weight)
         embedding.forward = functools.partial(_look_up, embedding, embedding.forward, rows)
+        name, like = _name_of(model, embedding.weight), embedding.weight
+        whole = Later(shape=tuple(like.shape), dtype=like.dtype, read=lambda: _read(source, like))
+        return {name: whole}
+    return {}
 
 
 def _name_of(model: nn.Module, parameter: nn.Parameter) -> str:
@@ -197,14 +205,17 @@ def _name_of(model: nn.Module, parameter: nn.Parameter) -> str:
 
 
 def _loaded(source: Source, like: nn.Parameter, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(_read(source, like).to(device), requires_grad=like.requires_grad)
+
+
+def _read(source: Source, like: Tensor) -> Tensor:
     whole = torch.empty(like.shape, dtype=like.dtype)
     source.read_into(whole)
-    return nn.Parameter(whole.to(device), requires_grad=like.requires_grad)
+    return whole
 
 
 def _rows_in_ram(source: Source, like: nn.Parameter) -> Callable[[Tensor], Tensor]:
-    whole = torch.empty(like.shape, dtype=like.dtype)
-    source.read_into(whole)
+    whole = _read(source, like)
     return lambda indices: whole[indices]
 
 

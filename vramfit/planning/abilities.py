@@ -38,12 +38,13 @@ FEATURES: Final = {
     "lora_experts": "adapters on experts",
     "tf32": "tf32",
     "streamed_training": "streaming of weights that train",
+    "streamed_start": "streaming from random weights",
 }
 """What an engine may have beside the places and formats of its numbers, by name, and its words for "needs ..."."""
 
 ENGINE: Final = Abilities(
     weights=("device", "host", "disk"),
-    optimizer=("device", "host"),
+    optimizer=("device", "host", "disk"),
     inputs=("device", "host"),
     optimizer_bits=(32, 8, 4),
     sharding=("none",),
@@ -58,6 +59,7 @@ ENGINE: Final = Abilities(
             "dora",
             "lora_experts",
             "compiled",
+            "streamed_training",
         }
     ),
 )
@@ -99,6 +101,7 @@ def _missing(plan: Plan, abilities: Abilities) -> Iterator[str]:
         yield f"the optimizer {plan.optimizer}"
     asked = {name for name in FEATURES if getattr(plan, name, False)}
     asked |= {"bf16_weights"} if plan.trained_format == "bf16" and plan.weights_tier == "device" else set()
-    asked |= {"streamed_training"} if plan.weights_tier != "device" and not plan.lora_rank else set()
+    if plan.weights_tier != "device" and not plan.lora_rank:
+        asked |= {"streamed_training"} | ({"streamed_start"} if plan.method == "pretrain" else set())
     asked |= {"tf32"} if plan.compute == "tf32" else set()
     yield from (words for name, words in FEATURES.items() if name in asked - abilities.features)

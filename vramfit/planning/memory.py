@@ -303,6 +303,11 @@ class Work:
         """Whether blocks visit the device one by one, from RAM or disk."""
         return self.plan.weights_tier != "device"
 
+    @property
+    def trains_visitors(self) -> bool:
+        """Whether the blocks that visit train: their gradients leave with them, and they are stepped on their tier."""
+        return self.streams and not self.plan.lora_rank and not self.shares_weights
+
     @cached_property
     def weights(self) -> float:
         """The base's weights on this card."""
@@ -312,8 +317,10 @@ class Work:
             return scales + (0.0 if self.streams else (whole - scales) / self.plan.cards)
         if not self.streams:
             return whole
-        # The embedding is looked up where it lives; the head stays, whole.
         stay = sum(sorted(self.block_bytes, reverse=True)[: self.plan.resident_blocks])
+        if self.trains_visitors:
+            return stay + self._stored_outside * self.architecture.outside_params
+        # The embedding is looked up where it lives; the head stays, whole.
         return stay + self._stored_outside * self.architecture.head_params
 
     @property
@@ -378,7 +385,9 @@ class Work:
     @property
     def optimizer_states(self) -> float:
         """All states of all cards' parameters, and their fp32 copy where there is one."""
-        apart = self.plan.optimizer_tier != "device" and (self.weight < 4 or self.program.own_optimizers)
+        # States in RAM have copies there; weights that are there themselves need one only where they are narrow.
+        copies = self.program.own_optimizers and not self.streams
+        apart = self.plan.optimizer_tier != "device" and (self.weight < 4 or copies)
         master = self.program.host_master if apart else self.program.master
         return self.moments + master * self.trained
 
@@ -409,21 +418,38 @@ class Work:
     def host_states(self) -> float:
         """What lives in RAM: states, gradients on their way to them, and the blocks that stream."""
         gradients = self.gradient * self.trained if self.program.own_optimizers else 0.0
+        if self.trains_visitors:
+            gradients = self.gradients_on_tier
         states = self.optimizer_states + gradients if self.plan.optimizer_tier == "host" else 0.0
         return states + (weight_bytes(self.architecture, self.plan) if self.plan.weights_tier == "host" else 0.0)
 
     @property
+    def gradients_on_tier(self) -> float:
+        """Gradients of blocks that wait for the norm of all; none where each is stepped at once."""
+        at_once = self.plan.optimizer_in_backward and self.plan.clip_passes == 1
+        return 0.0 if at_once or not self.trains_visitors else self.gradient * sum(self.block_trained)
+
+    @property
+    def weights_on_disk(self) -> float:
+        """A file of the run's own with the blocks' weights: where they train, or have another format than the model's
+        own files, which are read where they are."""
+        if self.plan.weights_tier != "disk" or self.shares_weights:
+            return 0.0
+        own_file = self.trains_visitors or self.plan.weight_format in QUANTISED
+        return sum(self.block_bytes) if own_file else 0.0
+
+    @property
     def disk_states(self) -> float:
-        """What a run reads from disk, or writes there, in every step."""
-        states = self.optimizer_states if self.plan.optimizer_tier == "disk" else 0.0
-        return states + (weight_bytes(self.architecture, self.plan) if self.plan.weights_tier == "disk" else 0.0)
+        """What a run has on disk to read or to write in every step."""
+        on_disk = self.plan.optimizer_tier == "disk"
+        return self.weights_on_disk + (self.optimizer_states + self.gradients_on_tier if on_disk else 0.0)
 
     @property
     def written_per_step(self) -> float:
         """Bytes a step writes to disk: states that live there, and weights that train there. Frozen ones are read."""
-        states = self.optimizer_states if self.plan.optimizer_tier == "disk" else 0.0
-        trains_there = self.plan.weights_tier == "disk" and not self.plan.lora_rank
-        return states + (weight_bytes(self.architecture, self.plan) if trains_there else 0.0)
+        on_disk = self.plan.optimizer_tier == "disk"
+        states = self.optimizer_states + self.gradients_on_tier if on_disk else 0.0
+        return states + (self.weights_on_disk if self.trains_visitors else 0.0)
 
     @property
     def states(self) -> float:
@@ -447,6 +473,24 @@ class Work:
         sends = self.plan.optimizer_tier == "host" and self.program.own_optimizers
         at_once = (self.plan.optimizer_in_backward or sends) and self.plan.accumulation == 1
         return at_once or (self.streams and not self.plan.lora_rank)
+
+    @property
+    def outside_gradient(self) -> float:
+        """Gradients of what is not a block, which wait on the device for the end of the step."""
+        return self.gradient * self.architecture.outside_params
+
+    @property
+    def numbers_in_step(self) -> float:
+        """Weights that visit are stepped one after another. At most in RAM, beside a tier on disk: the states of a
+        weight outside the blocks; or weight, gradient and states of one of a block's, of the next, and of the last."""
+        if self.plan.optimizer_tier != "disk":
+            return 0.0
+        states = self.optimizer_states / max(1, self.trained)
+        largest = max(
+            linear.weights for layer in range(self.architecture.layers) for linear in self.architecture.linears(layer)
+        )
+        inside = 3.0 * largest * (self.weight + self.gradient + states)
+        return max(inside, states * max(self.architecture.embedding_params, self.architecture.head_params))
 
     @property
     def head_waits(self) -> float:
@@ -546,7 +590,12 @@ class Work:
     def kept_before(self, layer: int) -> float:
         """What the blocks before `layer` keep; inputs that wait in RAM have two places on the device."""
         elsewhere = 2 * self.stream if self.plan.recompute and self.plan.input_tier != "device" else 0.0
-        return sum(self._kept[:layer]) + elsewhere
+        return self.micro_batches_at_once * sum(self._kept[:layer]) + elsewhere
+
+    @property
+    def micro_batches_at_once(self) -> int:
+        """Blocks that visit do all micro-batches of the step before the next one comes: all their inputs wait."""
+        return self.plan.accumulation if self.streams and not self.shares_weights else 1
 
     @property
     def waiting(self) -> float:
@@ -716,12 +765,21 @@ class Work:
         return self.phase(
             f"backward of block {layer + 1}",
             gradients=self._gradients_at(layer, moment),
-            kept=self.kept_before(layer) + own_input + self._held_inputs(layer) + self.held_mask,
+            kept=self.kept_before(layer)
+            + own_input
+            + self._held_inputs(layer)
+            + self.held_mask
+            + self._other_gradients,
             working=moment.alive(self.tokens) + output,
             logits=self.held_logits,
             weights=self.root + self.gathered(layer) + casts,
             dequantised=self._unpacked_at(moment),
         )
+
+    @property
+    def _other_gradients(self) -> float:
+        """Gradients of the hidden states of the step's other micro-batches."""
+        return (self.micro_batches_at_once - 1) * self.stream
 
     def _moving_at(self, layer: int, moment: Moment) -> float:
         """What differs from moment to moment."""
@@ -737,6 +795,8 @@ class Work:
         plan = self.plan
         cast = float(self.formats.compute * moment.making) if self.formats.casts else 0.0
         making = self.whole_gradient * moment.making
+        if self.trains_visitors:  # the block's own are counted with the places of blocks; what is added to them is not
+            return self.head_gradient + max(making if plan.accumulation > 1 else 0.0, cast)
         if self.uses_up_gradients:
             in_step = self.step_chunk if plan.optimizer_in_backward else 0.0
             return self.head_waits + making + max(cast, in_step)
@@ -763,7 +823,9 @@ class Work:
             dense = whole * (int(self.plan.accumulation > 1) + tied)
             if self.shares_weights:
                 dense = self.root
-        if self.uses_up_gradients and not self.plan.lora_rank and not self.shares_weights:
+        if self.trains_visitors:
+            dense += self.outside_gradient
+        elif self.uses_up_gradients and not self.plan.lora_rank and not self.shares_weights:
             dense = self.whole_gradient * self.architecture.embedding_params + max(self.head_waits, self.step_chunk)
         return self.phase("embedding", gradients=self.gradients + dense, kept=self.stream, weights=self.root)
 
@@ -771,6 +833,9 @@ class Work:
         """All gradients, and what the optimizer makes beside them: fused and low-bit kernels nothing. Some programs
         cast the gradients to fp32 first."""
         plan, share = self.plan, self.trained * self.optimizer_share
+        if self.trains_visitors:
+            at_work = self.numbers_in_step if plan.device == "cpu" else 0.0
+            return self.phase("step", gradients=self.outside_gradient, optimizer=at_work)
         if plan.optimizer_tier != "device" or self.uses_up_gradients:
             return self.phase("step", gradients=self.gradients)
         if self.program.own_optimizers:

@@ -19,6 +19,9 @@ from vramfit.units import format_bytes
 ASSUMED: Final = "assumed"
 """The setting under which `reasons` gives what was assumed."""
 
+DRIVE_RATED_BYTES: Final = 2_400 * 10**12
+"""What makers of consumer drives of 4 TB vouch for: bytes written in a drive's life."""
+
 
 def reasons(search: Search, found: Candidate) -> Iterator[Choice]:
     """Every decision, in the order a person asks for them."""
@@ -43,6 +46,7 @@ def reasons(search: Search, found: Candidate) -> Iterator[Choice]:
     yield _weights_choice(plan)
     yield from _optimizer_choices(config, plan)
     yield from _place_choices(plan, search.architecture)
+    yield from _wear_choice(found)
     yield from assumptions(search)
 
 
@@ -110,16 +114,26 @@ def _place_choices(plan: Plan, architecture: Architecture) -> Iterator[Choice]:
         reason = say("cards.fsdp" if plan.sharding == "fsdp" else "cards.ddp")
         yield Choice(setting="cards", value=f"{plan.cards} ({plan.sharding.upper()})", reason=reason)
     if plan.weights_tier != "device":
+        place, visitors = say(f"place.{plan.weights_tier}"), architecture.layers - plan.resident_blocks
         yield Choice(
             setting="streaming",
-            value=say("streaming.blocks", count=architecture.layers - plan.resident_blocks, layers=architecture.layers),
-            reason=say("streaming", place=say(f"place.{plan.weights_tier}")),
+            value=say("streaming.blocks", count=visitors, layers=architecture.layers),
+            reason=say("streaming" if visitors else "streaming.stay", place=place),
         )
     if plan.optimizer_tier != "device":
         place = say(f"place.{plan.optimizer_tier}")
         yield Choice(setting="optimizer states", value=place, reason=say("optimizer.place", place=place))
     if plan.input_tier != "device" and plan.weights_tier == "device":
         yield Choice(setting="block inputs", value=say("place.host"), reason=say("inputs.host"))
+
+
+def _wear_choice(found: Candidate) -> Iterator[Choice]:
+    """What the run writes to a drive that does not last for ever."""
+    written = found.memory.written_per_step_bytes
+    if written:
+        value = say("disk.value", size=format_bytes(written))
+        steps = max(1, DRIVE_RATED_BYTES // written)
+        yield Choice(setting="disk writes", value=value, reason=say("disk.wear", steps=f"{steps:,}"))
 
 
 def _optimizer_choices(config: RunConfig, plan: Plan) -> Iterator[Choice]:
@@ -220,5 +234,6 @@ def _weights_choice(plan: Plan) -> Choice:
     elif plan.lora_rank:
         key = "weights.frozen" if plan.weight_format == "fp32" else "weights.frozen16"
     else:
-        key = "weights.fp32" if plan.weight_format == "fp32" else "weights.bf16"
+        rounded = "weights.bf16" if plan.optimizer_tier == "device" else "weights.copies"
+        key = "weights.fp32" if plan.weight_format == "fp32" else rounded
     return Choice(setting="weights", value=plan.weight_format, reason=say(key))

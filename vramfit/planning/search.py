@@ -137,12 +137,15 @@ class Search:
 
     def _families(self) -> Iterator[Family]:
         yield Family(name="on the device")
-        if self.device.kind == "cpu":
-            yield Family(name="streaming from disk", changes={"weights_tier": "disk"})
-            return
         wishes = self.config.memory
         keep = wishes.activations in ("keep", "compress")
         trains_all = not self.start.plan.lora_rank
+        may_leave = not trains_all or wishes.optimizer_place in ("auto", "host")
+        if self.device.kind == "cpu":
+            if not keep:
+                there = {"optimizer_tier": "disk"} if trains_all else {}
+                yield Family(name="streaming from disk", changes={"weights_tier": "disk", **there})
+            return
         adamw = trains_all and self.start.plan.optimizer == "adamw"
         if adamw and wishes.optimizer_bits == "auto":
             yield Family(name="8-bit optimizer", changes={"optimizer_bits": 8})
@@ -153,9 +156,10 @@ class Search:
         if self.cards > 1:
             yield Family(name="shared by the cards (DDP)", changes={"cards": self.cards, "sharding": "ddp"})
             yield Family(name="split among the cards (FSDP)", changes={"cards": self.cards, "sharding": "fsdp"})
-        if not keep:
-            # Blocks visit in 16 bits; the fp32 weights stay with the states.
-            visit = {"trained_format": "bf16" if self.device.bf16 else "fp32"}
+        if not keep and may_leave:
+            # Blocks visit in the 16 bits they are computed with; the fp32 weights stay with the states.
+            narrow = trains_all and self.start.plan.compute == "bf16"
+            visit = {"trained_format": "bf16", "weight_format": "bf16"} if narrow else {}
             states = {"optimizer_tier": "host", **visit} if trains_all else {}
             yield Family(name="streaming from RAM", changes={"weights_tier": "host", "input_tier": "host", **states})
             states = {"optimizer_tier": "disk", **visit} if trains_all else {}

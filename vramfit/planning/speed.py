@@ -252,8 +252,8 @@ class _Step:
         working = busy.total + launches
         optimizer, optimizer_link = self.optimizer()
         link = self.exposed_link(working)
-        disk = self.exposed_disk(working + link)
-        if self.streams and self.plan.optimizer_tier != "device":
+        disk = self.exposed_disk(working + link) + self.disk_of_step(optimizer)
+        if self.streams and self.plan.optimizer_tier != "device" and self.at_once and not self.rates.on_cpu:
             # the host steps a block while the device computes the next
             optimizer = max(0.0, optimizer - working - link - disk) + optimizer / self.architecture.layers
         return {
@@ -460,15 +460,47 @@ class _Step:
         return 2.0 * blocks * (1.0 - stay)
 
     def exposed_disk(self, working: float) -> float:
-        """Seconds of the step that the disk adds: frozen blocks are read, what trains there is also written."""
+        """Seconds of the step that the disk adds to forward and backward: blocks are read, and gradients that wait for
+        the norm of all are written."""
         plan, rates = self.plan, self.rates
         read = self.visits if self.streams and plan.weights_tier == "disk" else 0.0
-        written = 0.0
-        if plan.optimizer_tier == "disk":
-            states = moment_bytes(self.architecture, plan) + self.program.host_master * self.trained
-            read, written = read + states, states
+        if self.at_once:
+            in_step, written = self._on_disk_in_step
+            read += in_step
+        else:
+            written = self.gradient * self.block_numbers if plan.optimizer_tier == "disk" else 0.0
         seconds = read / rates.disk_read + written / rates.disk_write
         return self._hidden(seconds, working) if seconds else 0.0
+
+    def disk_of_step(self, optimizer: float) -> float:
+        """Seconds that the disk adds to an optimizer's step after backward, of which `optimizer` are computing."""
+        if self.at_once:
+            return 0.0
+        read, written = self._on_disk_in_step
+        return max(0.0, read / self.rates.disk_read + written / self.rates.disk_write - optimizer)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether each block is stepped while backward goes on."""
+        return self.plan.optimizer_in_backward and self.plan.clip_passes == 1
+
+    @property
+    def block_numbers(self) -> float:
+        """Trained weights in the blocks."""
+        return float(self.trained - self.architecture.outside_params)
+
+    @property
+    def _on_disk_in_step(self) -> tuple[float, float]:
+        """(bytes read, bytes written) where optimizer states are on disk: states, the blocks' weights, and gradients
+        that have waited."""
+        plan = self.plan
+        if plan.optimizer_tier != "disk":
+            return 0.0, 0.0
+        weight = BYTES[plan.trained_format]
+        master = self.program.host_master * self.trained if weight < 4 else 0.0
+        states = moment_bytes(self.architecture, plan) + master + weight * self.block_numbers
+        gradients = 0.0 if self.at_once else self.gradient * self.block_numbers
+        return states + gradients, states
 
     def _hidden(self, moving: float, working: float, *, lost: float = 0.0) -> float:
         """What `moving` adds to `working` when both run at once: the excess, the first block's or bucket's part that

@@ -160,7 +160,7 @@ def train(
     exported = run.take_best(done) if run.keeps_best else done
     run.check_weights(done)
     recorder.phase(PhaseProgress(name="exporting"))
-    export = export_run(executor.model, tokenizer, config, folder / EXPORT)
+    export = export_run(executor.model, tokenizer, config, folder / EXPORT, parts=executor.parts)
     run.write_samples(tokenizer, step=exported, stage="after")
     return run.result(done, stopped=False, export=export)
 

@@ -10,7 +10,6 @@ from vramfit.engine.heap import keep_freed_memory
 from vramfit.engine.optimizers import build_host_optimizer, build_optimizer
 from vramfit.engine.resident import ResidentExecutor
 from vramfit.errors import ConfigError, Problem
-from vramfit.models.export import export_kind
 from vramfit.models.load import adapted, load_model, quiet_transformers
 from vramfit.planning.plan import Forecast, Plan
 from vramfit.training.compile_choice import compiled_blocks
@@ -114,12 +113,6 @@ def _check(config: RunConfig) -> None:
             "memory.compile",
             "Blocks are compiled where they stay on the device, and in this run they visit it one by one",
             "Set compile to auto, or give the run more memory.",
-        )
-    if export_kind(config) == "merged":
-        raise _refused(
-            "output.export",
-            "A merged model needs the whole base at once, and this run streams it block by block",
-            "Export the adapter, and merge it on a machine with more memory.",
         )
 
 

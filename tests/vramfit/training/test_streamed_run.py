@@ -27,7 +27,7 @@ def a_run(folder: Path, rows: Path, **changes: Any) -> RunConfig:
         "output": {"prompts": ["The fox"], "sample_tokens": 4},
     }
     for section, settings in changes.items():
-        values[section] = {**values.get(section, {}), **settings}
+        values[section] = {**values.get(section, {}), **settings} if isinstance(settings, dict) else settings
     return RunConfig.parse(values)
 
 
@@ -55,7 +55,6 @@ def test_a_budget_that_is_too_small_streams_and_gives_the_same_losses(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"output": {"export": "merged"}}, "merged model needs the whole base at once"),
         ({"adapter": {"variant": "dora"}}, "DoRA begins with the lengths of all the base's columns"),
         ({"adapter": {"start": "pissa"}}, "pissa changes the base's weights"),
     ],
@@ -69,3 +68,33 @@ def test_what_needs_the_whole_base_is_refused_before_step_1(
     with pytest.raises(ConfigError, match=says):
         train(tight, folder=tmp_path / "run", cache=tmp_path / "cache", recorder=heard)
     assert heard.metrics == []
+
+
+def test_a_full_run_whose_budget_is_too_small_trains_on_disk_to_the_same_model(
+    smollm2_folder: Path, rows_file: Path, kept: Keep, tmp_path: Path
+) -> None:
+    """Through a checkpoint and an export that never hold the model in memory."""
+    from safetensors.torch import load_file
+
+    there, here, resumed = kept(), kept(), kept()
+    train(
+        a_run(smollm2_folder, rows_file, method="full"),
+        folder=tmp_path / "there",
+        cache=tmp_path / "cache",
+        recorder=there,
+    )
+    tight = a_run(smollm2_folder, rows_file, method="full", memory={"budget_gib": 1.5})
+    run = {"folder": tmp_path / "here", "cache": tmp_path / "cache"}
+    begun = train(tight, recorder=here, should_stop=lambda: len(here.metrics) == 2, **run)
+    train(tight, recorder=resumed, resume=True, **run)
+
+    plan = here.forecasts[0].plan
+    assert there.forecasts[0].plan.weights_tier == "device"
+    assert (plan.weights_tier, plan.optimizer_tier) == ("disk", "disk")
+    assert begun.stopped
+    assert here.losses + resumed.losses == there.losses
+    assert resumed.evaluations[-1].loss == there.evaluations[-1].loss
+    assert max(step.allocated_bytes for step in here.metrics) < 0.5 * max(s.allocated_bytes for s in there.metrics)
+    exported = [load_file(tmp_path / name / "export" / "model.safetensors") for name in ("there", "here")]
+    assert exported[0].keys() == exported[1].keys()
+    assert all(exported[0][name].equal(exported[1][name]) for name in exported[0])
