@@ -28,6 +28,7 @@ from vramfit.engine.raised import RaisedParts
 from vramfit.engine.randomness import random_state, restart_rounding, set_random_state
 from vramfit.engine.recovery import Recovery, is_out_of_memory
 from vramfit.engine.update import Around
+from vramfit.engine.waits import Waits
 from vramfit.errors import CheckpointError, DataError
 from vramfit.planning.plan import Plan
 
@@ -45,7 +46,8 @@ class StepResult:
     gradient were not finite, and then `problem` is one sentence about it (also when the loss scale has collapsed).
     `recovered` is one sentence when memory ran out on the way and the step was done again in smaller pieces.
     `adapted` is one sentence each for what a governor did (`vramfit.wrap` with a budget; a run tells them as events).
-    `padded_tokens` counts padding too, and `largest_tokens` are those of what went through the model at once.
+    `padded_tokens` counts padding too, and `largest_tokens` are those of what went through the model at once. `waits`
+    is what the device waited for, where weights visit it.
     """
 
     loss: float
@@ -58,6 +60,7 @@ class StepResult:
     adapted: tuple[str, ...] = ()
     padded_tokens: int = 0
     largest_tokens: int = 0
+    waits: Waits | None = None
 
 
 class Trained(NamedTuple):

@@ -26,13 +26,14 @@ from vramfit.engine.optimizer_state import check_kind
 from vramfit.engine.peak import VisitsPeak
 from vramfit.engine.precision import fp32_products
 from vramfit.engine.randomness import random_state, set_random_state
-from vramfit.engine.resident import MODEL, OPTIMIZER, Chosen, Piece, ResidentExecutor, Trained, _no_tokens
+from vramfit.engine.resident import MODEL, OPTIMIZER, Chosen, Piece, ResidentExecutor, StepResult, Trained, _no_tokens
 from vramfit.engine.step_of_blocks import AfterLastBlock, BesideBackward
 from vramfit.engine.tied import TiedGradient
 from vramfit.engine.trained_blocks import TrainedBlocks
 from vramfit.engine.update import Around
 from vramfit.engine.visiting import Call, VisitedBlocks
 from vramfit.engine.waiting import WaitingInputs
+from vramfit.engine.waits import Waits
 from vramfit.models.adapters import merged_tensors
 from vramfit.planning.plan import Plan
 
@@ -71,6 +72,24 @@ class StreamingExecutor(ResidentExecutor):
         self._draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
         self._embedding_trains = any(
             value.requires_grad and not _is_in_blocks(name, visits) for name, value in model.named_parameters()
+        )
+
+    def step(self, micro_batches: Iterable[Batch], learning_rate: float) -> StepResult:
+        before = self._waited()
+        result = super().step(micro_batches, learning_rate)
+        return dataclasses.replace(result, waits=self._waited().since(before))
+
+    def _waited(self) -> Waits:
+        """Since the run began."""
+        stream, end, trained = self.visits.stream, self._of_blocks, self.trained
+        for_blocks, in_step = stream.traffic.waited_seconds, 0.0 if end is None else end.waited_seconds
+        for_tier = 0.0 if trained is None else trained.waited_seconds
+        on_disk = stream.tier.resident(0) is None
+        return Waits(
+            link_seconds=0.0 if on_disk else for_blocks,
+            optimizer_seconds=in_step - for_tier,
+            disk_seconds=for_tier + (for_blocks if on_disk else 0.0),
+            written_bytes=0 if trained is None else trained.written_bytes,
         )
 
     def gradients(self, piece: Piece, *, scale: float = 1.0) -> tuple[float, dict[str, Tensor | None]]:

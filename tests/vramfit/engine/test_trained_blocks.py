@@ -195,3 +195,19 @@ def test_beside_backward_clips_by_the_norm_of_the_step_before(tmp_path: Path) ->
     there = resident(folder, dataclasses.replace(plan, optimizer_in_backward=True, clip_passes=1), tmp_path)
     clipped = streaming(folder, one_pass, tmp_path / "clipped")
     assert_equal_runs(there, clipped)
+
+
+def test_what_a_step_waits_for_and_writes_is_told(tmp_path: Path) -> None:
+    folder = saved("llama", tmp_path / "model")
+    here = streaming(folder, disk(full_plan()), tmp_path)
+    blocks = sum(each.numel() for name, each in state_of(here).items() if ".layers." in name)
+    every = sum(each.numel() for name, each in state_of(here).items())
+    vectors = [each for name, each in here.trained.stored_weights().items()] if here.trained is not None else []
+
+    here.step(batches(), 1e-2)
+    waits = here.step(batches(), 1e-2).waits
+
+    assert waits is not None
+    counts = 4 * (len(vectors) + 3)  # each weight's number of steps; the embedding, the norm and the head are 3
+    assert waits.written_bytes == 4 * (2 * blocks + 2 * every) + counts
+    assert waits.disk_seconds > 0 and waits.optimizer_seconds > 0 and waits.link_seconds == 0
