@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -32,6 +33,8 @@ class _OfBlocks:
         self._norms: dict[str, Tensor] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gradients")
         self._going: Future[None] | None = None
+        self.waited_seconds = 0.0
+        """In which backward, or the next step, waited for gradients to be taken away or weights to be stepped."""
 
     def passes(self, run: Callable[[Around], Made[Trained]]) -> Made[Trained]:
         self._settle()
@@ -78,7 +81,16 @@ class _OfBlocks:
     def _settle(self) -> None:
         going, self._going = self._going, None
         if going is not None:
-            going.result()
+            with self._waiting():
+                going.result()
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited_seconds += time.perf_counter() - began
 
     def _finished(self, loss_sum: float, grad_norm: float, *, skipped: bool) -> Finish:
         scale = None
@@ -106,8 +118,9 @@ class AfterLastBlock(_OfBlocks):
         finite = math.isfinite(loss_sum) and math.isfinite(grad_norm)
         if finite:
             on_cpu = norm.cpu()
-            self._blocks.step_sent(lambda weight: self._clip(weight, on_cpu))
-            self._blocks.renew()
+            with self._waiting():
+                self._blocks.step_sent(lambda _, weight: self._clip(weight, on_cpu))
+                self._blocks.renew()
         self._blocks.forget()
         return self._finished(loss_sum, grad_norm, skipped=not finite)
 
@@ -142,11 +155,9 @@ class BesideBackward(_OfBlocks):
         if self._refused:
             self._blocks.forget()
         else:
-            outside = iter(
-                [where for where in self._by_block.get(None, ()) if self._blocks.outside(where).grad is not None]
-            )
-            self._blocks.step_sent(lambda weight: self._clip(weight, self._norms[next(outside).name].cpu()))
-            self._blocks.renew()
+            with self._waiting():
+                self._blocks.step_sent(self._clip)
+                self._blocks.renew()
             if math.isfinite(grad_norm):
                 self._norm_before = grad_norm
         return self._finished(loss_sum, grad_norm, skipped=self._refused)
@@ -162,11 +173,10 @@ class BesideBackward(_OfBlocks):
         if arrived is not None:
             arrived.synchronize()
         for where, gradient in found:
-            norm = self._norms[where.name].cpu()
-            self._blocks.step(where, gradient.cpu(), lambda weight, norm=norm: self._clip(weight, norm))  # type: ignore[misc]
+            self._blocks.step(where, gradient.cpu(), self._clip)
 
-    def _clip(self, weight: nn.Parameter, norm: Tensor) -> None:
-        gradient = weight.grad
+    def _clip(self, where: Where, weight: nn.Parameter) -> None:
+        gradient, norm = weight.grad, self._norms[where.name].cpu()
         assert gradient is not None
         gradient.nan_to_num_(0.0, 0.0, 0.0).mul_(norm.isfinite())
         if self._max_grad_norm > 0:

@@ -40,6 +40,10 @@ class Where:
     local: str
 
 
+Change = Callable[[Where, nn.Parameter], None]
+"""Told of each weight before its step, with the gradient in `.grad`: it clips."""
+
+
 @dataclass(kw_only=True)
 class _Numbers:
     """All of one weight for its step, on the CPU."""
@@ -102,11 +106,8 @@ class TrainedBlocks:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def step_sent(self, change: Callable[[nn.Parameter], None]) -> None:
-        """Step every weight whose gradient was sent, and those outside that have one.
-
-        `change` is told each stand-in before its step, with the gradient in `.grad`: it clips.
-        """
+    def step_sent(self, change: Change) -> None:
+        """Step every weight whose gradient was sent, and those outside that have one."""
         waiting = [where for where in self.places if where.name in self._sent or self._has_gradient(where)]
         with _Ahead(self._take, waiting, at_once=self._weights.in_memory) as taken, _Behind(self._put) as put:
             for where, numbers in taken:
@@ -115,7 +116,7 @@ class TrainedBlocks:
         self.waited_seconds += put.waited_seconds
         self.forget()
 
-    def step(self, where: Where, gradient: Tensor, change: Callable[[nn.Parameter], None]) -> None:
+    def step(self, where: Where, gradient: Tensor, change: Change) -> None:
         """Step one weight now, with a gradient on the CPU that is not needed any more."""
         self._put(where, self._stepped(where, self._take(where, gradient), change))
 
@@ -128,7 +129,7 @@ class TrainedBlocks:
         return where.block is None and self._outside[where.name].grad is not None
 
     @torch.no_grad()
-    def _stepped(self, where: Where, numbers: _Numbers, change: Callable[[nn.Parameter], None]) -> _Numbers:
+    def _stepped(self, where: Where, numbers: _Numbers, change: Change) -> _Numbers:
         stand_in, optimizer = self._stand_ins[where.name], self.optimizer
         states = numbers.states
         master = states.pop(MASTER, None)
@@ -137,7 +138,7 @@ class TrainedBlocks:
         empty, stand_in.data = stand_in.data, numbers.weight if master is None else master
         stand_in.grad = numbers.gradient.float()
         try:
-            change(stand_in)
+            change(where, stand_in)
             if states:
                 optimizer.state[stand_in] = states
             step_one(optimizer, stand_in, self._kinds[stand_in].group)

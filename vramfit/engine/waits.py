@@ -14,4 +14,9 @@ class Waits(NamedTuple):
     written_bytes: int = 0
 
     def since(self, before: Waits) -> Waits:
-        return Waits(*(now - then for now, then in zip(self, before, strict=True)))
+        return Waits(
+            self.link_seconds - before.link_seconds,
+            self.optimizer_seconds - before.optimizer_seconds,
+            self.disk_seconds - before.disk_seconds,
+            self.written_bytes - before.written_bytes,
+        )
