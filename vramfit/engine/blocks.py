@@ -115,10 +115,11 @@ class BlockStream:
         self._copies = None if device.type == "cpu" else torch.Stream(device=device)
         for block in sorted(resident):
             self._resident[block] = self._brought(block)
-        visiting = [layout.nbytes for block, layout in enumerate(tier.layouts) if block not in self._resident]
-        self._slots = [_Slot(max(visiting), device) for _ in range(min(slots, len(visiting)))]
-        self._staging = self._staging_buffers(max(visiting, default=0))
+        self._wanted_slots = slots
+        self._slots: list[_Slot] = []
+        self._staging: list[Tensor] = []
         self._current: _Slot | None = None
+        self._make_slots()
 
     @property
     def resident(self) -> frozenset[int]:
@@ -127,7 +128,7 @@ class BlockStream:
     @property
     def device_bytes(self) -> int:
         """What the stream takes of the device."""
-        return sum(flat.nbytes for flat in self._resident.values()) + sum(slot.flat.nbytes for slot in self._slots)
+        return self.staying_bytes + sum(slot.flat.nbytes for slot in self._slots)
 
     def bring(self, block: int, direction: Direction) -> dict[str, Tensor]:
         """The tensors of `block` on the device, ready for the current stream; the next one is fetched meanwhile.
@@ -153,12 +154,31 @@ class BlockStream:
             self._await(slot)
             slot.block = None
 
+    @property
+    def staying_bytes(self) -> int:
+        """What the blocks that stay take of the device."""
+        return sum(flat.nbytes for flat in self._resident.values())
+
     def stay(self, blocks: Collection[int]) -> None:
-        """Change which blocks stay on the device."""
+        """Change which blocks stay on the device, between two steps."""
+        for slot in self._slots:
+            self._await(slot)
         for block in [block for block in self._resident if block not in blocks]:
             del self._resident[block]
         for block in sorted(set(blocks) - self._resident.keys()):
             self._resident[block] = self._brought(block)
+        self._make_slots()
+
+    def _make_slots(self) -> None:
+        """Room for the largest of the blocks that visit; what there is stays, with what is in it, where it will do."""
+        visiting = [layout.nbytes for block, layout in enumerate(self.tier.layouts) if block not in self._resident]
+        count, nbytes = min(self._wanted_slots, len(visiting)), max(visiting, default=0)
+        if len(self._slots) == count and all(slot.flat.nbytes >= nbytes for slot in self._slots):
+            return
+        self._current = None
+        self._slots = []  # their memory first
+        self._slots = [_Slot(nbytes, self.device) for _ in range(count)]
+        self._staging = self._staging_buffers(nbytes)
 
     def close(self) -> None:
         """Wait for what is under way and end the fetching thread."""
@@ -271,14 +291,24 @@ class WideningStream(BlockStream):
     def __init__(self, tier: StoredTier, device: torch.device, *, resident: Collection[int] = ()) -> None:
         super().__init__(tier, device, resident=resident, slots=1)
         self._stored = tier
-        visiting = [layout.nbytes for block, layout in enumerate(tier.stored) if block not in self._resident]
-        self._narrow = torch.empty(max(visiting, default=0), dtype=torch.uint8)
+        self._narrow = self._narrow_place()
         self._narrow_block: int | None = None
         self._coming: Future[float] | None = None
 
     @property
     def device_bytes(self) -> int:
         return super().device_bytes + self._narrow.nbytes
+
+    def stay(self, blocks: Collection[int]) -> None:
+        self._arrive()
+        super().stay(blocks)
+        narrow = self._narrow_place()
+        if narrow.nbytes != self._narrow.nbytes:
+            self._narrow, self._narrow_block = narrow, None
+
+    def _narrow_place(self) -> Tensor:
+        visiting = [layout.nbytes for block, layout in enumerate(self._stored.stored) if block not in self._resident]
+        return torch.empty(max(visiting, default=0), dtype=torch.uint8)
 
     def forget(self, block: int) -> None:
         super().forget(block)

@@ -1,7 +1,8 @@
 """Watches memory between steps, and lets blocks hold less of their activations, or more again.
 
 A block is on one of four notches: it keeps its activations, keeps them in 8 bits, recomputes them from its input, or
-does that with the input in RAM. Above the high watermark one block goes one notch further after each step, those at
+does that with the input in RAM. Where blocks stream, they are recomputed anyway, and there are two notches: a block
+stays on the device, or it visits. Above the high watermark one block goes one notch further after each step, those at
 the lowest notch first and among them the first blocks, whose activations are held longest. Below the low watermark one
 goes back. Nothing changes inside a step: compiled graphs and the step's replay rely on that.
 
@@ -17,7 +18,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import torch
 
@@ -34,11 +35,19 @@ CALM_STEPS: Final = 8
 MOST_CALM_STEPS: Final = 1024
 STEPS_REMEMBERED: Final = 5
 
-_DOES: Final[dict[Mode, str]] = {
+Stay = Literal["stay", "visit"]
+"""Whether a block's weights stay on the device or visit it."""
+
+Notch: TypeAlias = Mode | Stay
+NOTCHES: Final[tuple[Notch, ...]] = (*MODES, *get_args(Stay))
+
+_DOES: Final[dict[Notch, str]] = {
     "keep": "keeps its activations",
     "compress": "keeps its activations in 8 bits",
     "recompute": "recomputes its activations",
     "offload": "recomputes its activations and keeps its input in RAM",
+    "stay": "stays on the device",
+    "visit": "visits the device",
 }
 
 
@@ -80,8 +89,8 @@ class _Move:
 
     step: int
     block: int
-    before: Mode
-    after: Mode
+    before: Notch
+    after: Notch
     why: str
     activations: int  # bytes above rest, before
     largest_tokens: int
@@ -100,14 +109,14 @@ class Governor:
     `most_tokens` the tokens of the largest micro-batch to come (0: the largest seen).
     """
 
-    modes: list[Mode]
-    apply: Callable[[Sequence[Mode]], object]
+    modes: list[Notch]
+    apply: Callable[[Sequence[Any]], object]
     empty_cache: Callable[[], None]
     budget_bytes: int
     expected_bytes: int = 0
     most_tokens: int = 0
-    allowed: tuple[Mode, ...] = ("keep", "recompute")
-    least: Sequence[Mode] = ()
+    allowed: tuple[Notch, ...] = ("keep", "recompute")
+    least: Sequence[Notch] = ()
     high: float = HIGH
     low: float = LOW
     _calm: int = 0
@@ -183,7 +192,7 @@ class Governor:
             "most_tokens": self.most_tokens,
         }
 
-    def load_state(self, values: Mapping[str, Any], *, modes: Sequence[Mode]) -> None:
+    def load_state(self, values: Mapping[str, Any], *, modes: Sequence[Notch]) -> None:
         """The inverse of `state`, for blocks that are in `modes` now (none given: as they were). A state of another
         model is left alone."""
         self.modes = list(modes or self.modes)
@@ -238,19 +247,19 @@ class Governor:
             block, before, f"Memory was at {reading.allocated / limit:.0%} of {format_bytes(limit)}", reading, cost
         )
 
-    def _previous(self, block: int, notch: Mode) -> Mode | None:
+    def _previous(self, block: int, notch: Notch) -> Notch | None:
         """Where a block would go back to; None where it is as far back as it may be."""
         rank = self.allowed.index(self._nearest(notch))
-        least = MODES.index(self.least[block]) if self.least else 0
-        if rank == 0 or MODES.index(self.allowed[rank - 1]) < least:
+        least = NOTCHES.index(self.least[block]) if self.least else 0
+        if rank == 0 or NOTCHES.index(self.allowed[rank - 1]) < least:
             return None
         return self.allowed[rank - 1]
 
-    def _nearest(self, notch: Mode) -> Mode:
+    def _nearest(self, notch: Notch) -> Notch:
         """The notch itself, or where it is not among those allowed the next lower one that is."""
-        return max((one for one in self.allowed if MODES.index(one) <= MODES.index(notch)), key=MODES.index)
+        return max((one for one in self.allowed if NOTCHES.index(one) <= NOTCHES.index(notch)), key=NOTCHES.index)
 
-    def _move(self, block: int, notch: Mode, why: str, reading: Reading, cost: StepCost) -> None:
+    def _move(self, block: int, notch: Notch, why: str, reading: Reading, cost: StepCost) -> None:
         before = self.modes[block]
         self.modes[block] = notch
         self.apply(self.modes)
@@ -315,7 +324,7 @@ def build_governor(
     modes: Sequence[Mode],
     *,
     device: torch.device,
-    apply: Callable[[Sequence[Mode]], object],
+    apply: Callable[[Sequence[Any]], object],
     budget_bytes: int,
     may_compress: bool = False,
     fixed: bool = False,
@@ -339,6 +348,27 @@ def build_governor(
         most_tokens=most_tokens,
         allowed=tuple(mode for mode in MODES if mode not in unwanted),
         least=tuple(modes) if fixed else (),
+    )
+
+
+def build_stay_governor(
+    stays: Sequence[Stay],
+    *,
+    device: torch.device,
+    apply: Callable[[Sequence[Any]], object],
+    budget_bytes: int,
+    expected_bytes: int = 0,
+    most_tokens: int = 0,
+) -> Governor:
+    """The governor of a model whose blocks stay on `device` or visit it, as `stays` says."""
+    return Governor(
+        modes=list(stays),
+        apply=apply,
+        empty_cache=lambda: empty_cache(device),
+        budget_bytes=budget_bytes,
+        expected_bytes=expected_bytes,
+        most_tokens=most_tokens,
+        allowed=get_args(Stay),
     )
 
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -60,7 +60,7 @@ class StepResult:
     adapted: tuple[str, ...] = ()
     padded_tokens: int = 0
     largest_tokens: int = 0
-    waits: Waits | None = None
+    waits: Waits | None = field(default=None, compare=False)
 
 
 class Trained(NamedTuple):

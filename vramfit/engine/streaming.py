@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vramfit.engine.evaluation import evaluation_mode
+from vramfit.engine.governor import Reading, Stay
 from vramfit.engine.head import base_model
 from vramfit.engine.later import Later
 from vramfit.engine.loss import Batch, Targets, model_inputs, targets_of
@@ -78,6 +79,22 @@ class StreamingExecutor(ResidentExecutor):
         before = self._waited()
         result = super().step(micro_batches, learning_rate)
         return dataclasses.replace(result, waits=self._waited().since(before))
+
+    @property
+    def stays(self) -> list[Stay]:
+        """Which blocks stay on the device."""
+        there = self.visits.stream.resident
+        return ["stay" if block in there else "visit" for block in range(len(self.visits.blocks))]
+
+    def set_stays(self, stays: Sequence[Stay]) -> None:
+        """Other blocks, from the next step on."""
+        self.visits.stream.stay([block for block, each in enumerate(stays) if each == "stay"])
+        self._peak.measure_again()
+
+    def reading(self) -> Reading:
+        """As in ResidentExecutor; blocks that stay count as what a step needs, because they need not stay."""
+        found = super().reading()
+        return dataclasses.replace(found, at_rest=found.at_rest - self.visits.stream.staying_bytes)
 
     def _waited(self) -> Waits:
         """Since the run began."""

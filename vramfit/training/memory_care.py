@@ -14,9 +14,10 @@ from typing import Literal
 from vramfit import __version__
 from vramfit.config import RunConfig
 from vramfit.engine.activations import find_blocks, planned_modes
-from vramfit.engine.governor import Action, Reading, StepCost, build_governor
+from vramfit.engine.governor import Action, Reading, StepCost, build_governor, build_stay_governor
 from vramfit.engine.memory_limits import Limit, MemoryLimits, run_kind
 from vramfit.engine.resident import ResidentExecutor, StepResult
+from vramfit.engine.streaming import StreamingExecutor
 from vramfit.errors import ModelError
 from vramfit.hardware.devices import Machine
 from vramfit.models.architecture import Architecture
@@ -104,7 +105,18 @@ def care_for(
     import torch
 
     plan = forecast.plan
-    if config.memory.adapt and plan.weights_tier == "device":  # where blocks stream they are recomputed anyway
+    if config.memory.adapt and isinstance(executor, StreamingExecutor):
+        executor.govern(
+            build_stay_governor(
+                executor.stays,
+                device=executor.device,
+                apply=executor.set_stays,
+                budget_bytes=plan.budget_bytes,
+                expected_bytes=forecast.memory.peak_bytes,
+                most_tokens=plan.micro_batch * plan.accumulation * forecast.workload.longest_tokens,
+            )
+        )
+    elif config.memory.adapt:
         executor.govern(
             build_governor(
                 executor.activations or planned_modes(plan, _blocks_of(executor)),

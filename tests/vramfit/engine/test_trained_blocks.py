@@ -13,6 +13,7 @@ import torch
 from tests.vramfit.engine.test_streaming import EAGER, a_config, a_plan, batches, saved
 from tests.vramfit.models.tiny_families import TINY
 from vramfit.config import ScheduleChoice
+from vramfit.engine.governor import StepCost, build_stay_governor
 from vramfit.engine.later import Later
 from vramfit.engine.optimizers import build_host_optimizer, build_optimizer
 from vramfit.engine.resident import ResidentExecutor
@@ -211,3 +212,45 @@ def test_what_a_step_waits_for_and_writes_is_told(tmp_path: Path) -> None:
     counts = 4 * (len(vectors) + 3)  # each weight's number of steps; the embedding, the norm and the head are 3
     assert waits.written_bytes == 4 * (2 * blocks + 2 * every) + counts
     assert waits.disk_seconds > 0 and waits.optimizer_seconds > 0 and waits.link_seconds == 0
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_blocks_may_come_to_stay_and_leave_between_steps(tier: Any, tmp_path: Path) -> None:
+    folder = saved("llama", tmp_path / "model")
+    plan = full_plan()
+    there = resident(folder, plan, tmp_path)
+    here = streaming(folder, disk(plan, weights_tier=tier, optimizer_tier=tier, resident_blocks=5), tmp_path)
+
+    for stays in (
+        ["visit"] * 5,
+        ["stay", "stay", "visit", "visit", "visit"],
+        ["visit", "stay"] * 2 + ["stay"],
+        ["stay"] * 5,
+    ):
+        assert_equal_runs(there, here, steps=1)
+        here.set_stays(stays)  # type: ignore[arg-type]
+        assert here.stays == stays
+    assert_equal_runs(there, here, steps=1)
+
+
+def test_a_governor_sends_blocks_away_one_a_step_while_memory_is_short(tmp_path: Path) -> None:
+    folder = saved("llama", tmp_path / "model")
+    plan = full_plan()
+    there = resident(folder, plan, tmp_path)
+    here = streaming(folder, disk(plan, resident_blocks=5), tmp_path)
+    first, second = there.step(batches(), 1e-2), here.step(batches(), 1e-2)
+    budget = here.reading().allocated
+    here.govern(build_stay_governor(here.stays, device=here.device, apply=here.set_stays, budget_bytes=budget))
+
+    counts = []
+    for step in range(2, 6):
+        assert here.governor is not None
+        first, second = there.step(batches(), 1e-2), here.step(batches(), 1e-2)
+        assert (first.loss, first.grad_norm) == (second.loss, second.grad_norm)
+        here.governor.after_step(here.reading(), StepCost(step=step, seconds=1.0, tokens=99, largest_tokens=50))
+        counts.append(here.stays.count("stay"))
+    assert counts[:2] == [4, 3]
+    assert here.reading().allocated < budget
+    assert here.governor is not None and here.governor.relieve().startswith("after")
+    assert here.stays == ["visit"] * 5
+    assert_equal_runs(there, here, steps=1)
