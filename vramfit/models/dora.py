@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vramfit.engine.nf4 import Nf4Linear
+from vramfit.models.hollow import is_hollow
+
 _SQUARES = "base_squares"
 _ROWS_AT_ONCE = 1024
 
@@ -31,7 +34,21 @@ def use_short_dora(model: nn.Module) -> None:
         for adapter, variant in variants.items():
             if isinstance(variant, DoraLinearVariant):
                 variants[adapter] = ShortDora()
-                _prepare(module, adapter)
+                if not _visits(module):
+                    _prepare(module, adapter)
+
+
+def measure_rows(part: nn.Module) -> None:
+    """Set m to the rows' lengths in a part of a model whose weights are there only now."""
+    for module in part.modules():
+        for adapter in getattr(module, "lora_magnitude_vector", {}):
+            _prepare(module, adapter)
+
+
+def _visits(module: Any) -> bool:
+    """Whether the base's weights are not there, and are measured when they come."""
+    weight = module.get_base_layer().weight
+    return isinstance(weight, Tensor) and is_hollow(weight)
 
 
 @torch.no_grad()
@@ -77,6 +94,9 @@ def _through_base(module: Any, rows: Tensor) -> Tensor:
     """rows [r, in] through the base's weights, without bias: [r, out] transposed to [out, r]."""
     base = module.get_base_layer()
     weight = base.weight
+    if isinstance(base, Nf4Linear):
+        found: Tensor = base.forward(rows.to(weight.dtype)).float()
+        return (found if base.bias is None else found - base.bias.float()).T
     if getattr(weight, "quant_state", None) is not None:  # the kernel unpacks it, a piece at a time where it can
         # Not through hooks, which are about what the model gives this layer.
         product: Tensor = base.forward(rows.to(base.compute_dtype or rows.dtype)).float()
@@ -89,7 +109,8 @@ def _row_squares(module: Any) -> Tensor:
     """Squared length of each row of the base's weights, in fp32, a piece at a time."""
     from peft.utils.integrations import dequantize_module_weight
 
-    weight: Tensor = dequantize_module_weight(module.get_base_layer())
+    base = module.get_base_layer()
+    weight: Tensor = base.unpacked() if isinstance(base, Nf4Linear) else dequantize_module_weight(base)
     rows = weight.T if module.fan_in_fan_out else weight
     starts = range(0, len(rows), _ROWS_AT_ONCE)
     return torch.cat([rows[start : start + _ROWS_AT_ONCE].float().square().sum(dim=1) for start in starts])

@@ -64,6 +64,9 @@ def open_streamed(
     device = torch.device(plan.device)
     looked_up = _load_outside(model, prefix, sources, device, on_tier=plan.weights_tier)
     whole = attach(model) if attach is not None else model
+    for parameter in whole.parameters():
+        if attach is not None and parameter.requires_grad:  # put beside weights that are nowhere yet
+            parameter.data = parameter.data.to(device)
     stay = range(min(plan.resident_blocks, len(blocks)))
     stored = sum(layout.nbytes for layout in tier.stored) if isinstance(tier, FilesTier) else math.inf
     if isinstance(tier, FilesTier) and device.type == "cpu" and stored < sum(layout.nbytes for layout in tier.layouts):

@@ -10,6 +10,7 @@ from vramfit.engine.heap import keep_freed_memory
 from vramfit.engine.optimizers import build_host_optimizer, build_optimizer
 from vramfit.engine.resident import ResidentExecutor
 from vramfit.errors import ConfigError, Problem
+from vramfit.models.dora import measure_rows
 from vramfit.models.load import adapted, load_model, quiet_transformers
 from vramfit.planning.plan import Forecast, Plan
 from vramfit.training.compile_choice import compiled_blocks
@@ -53,6 +54,10 @@ def _streaming(config: RunConfig, plan: Plan, *, folder: Path, start_file: Path,
         scratch=folder / SCRATCH,
         attach=lambda bare: adapted(bare, config, start_file, resumed=resumed),
     )
+    if config.adapter.variant == "dora":
+        for index, block in enumerate(visits.blocks):
+            with visits.present(index, "up"):
+                measure_rows(block)
     executor = StreamingExecutor(
         model,
         visits=visits,
@@ -101,12 +106,6 @@ def _check(config: RunConfig) -> None:
             "adapter.start",
             f"{config.adapter.start} changes the base's weights, which are only read while blocks stream",
             "Choose another start of the adapters, or more memory for the run.",
-        )
-    if config.adapter.variant == "dora":
-        raise _refused(
-            "adapter.variant",
-            "DoRA begins with the lengths of all the base's columns, and this run streams the base block by block",
-            "Choose lora or rslora, or more memory for the run.",
         )
     if config.memory.compile not in ("auto", "off"):
         raise _refused(

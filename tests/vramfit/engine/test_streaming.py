@@ -20,6 +20,7 @@ from vramfit.models.adapters import attach_adapters
 from vramfit.models.load import load_model, own_weights
 from vramfit.models.streamed import open_streamed
 from vramfit.planning.plan import Plan
+from vramfit.training import opening
 
 FAMILIES = [(family, changes) for family, changes in TINY if family not in ("gpt_neo",)]
 EAGER = {"gemma2", "gpt_oss", "mpt", "bloom", "gpt_neo"}
@@ -158,6 +159,25 @@ def test_adapters_of_experts_meet_the_visiting_experts(tmp_path: Path) -> None:
         ResidentExecutor(there, plan=plan, optimizer=build_optimizer(there, ScheduleChoice(), plan)),
         StreamingExecutor(here, visits=visits, plan=disk, optimizer=build_optimizer(here, ScheduleChoice(), disk)),
     )
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_dora_begins_with_the_rows_of_blocks_that_visit(method: str, tmp_path: Path) -> None:
+    folder = saved("llama", tmp_path / "model", attention_bias=True)
+    values = a_config(folder, method).model_dump()
+    config = RunConfig.parse({**values, "adapter": {**values["adapter"], "variant": "dora"}})
+    plan = a_plan(method, dora=True)
+    model = load_model(config, plan, cache=tmp_path)
+    there = ResidentExecutor(model, plan=plan, optimizer=build_optimizer(model, ScheduleChoice(), plan))
+    disk = dataclasses.replace(plan, weights_tier="disk")
+    here = opening._streaming(config, disk, folder=tmp_path, start_file=tmp_path / "start", resumed=False)
+
+    for _ in range(2):
+        first, second = there.step(batches(), 1e-2), here.step(batches(), 1e-2)
+        assert first.loss == pytest.approx(second.loss, rel=1e-6)
+        assert first.grad_norm == pytest.approx(second.grad_norm, rel=1e-5)
+    left, right = trained(there), trained(here)
+    assert all(torch.allclose(left[name], right[name], rtol=1e-4, atol=1e-6) for name in left)
 
 
 def test_tied_weights_and_a_head_in_full(tmp_path: Path) -> None:

@@ -50,12 +50,17 @@ def test_a_budget_that_is_too_small_streams_and_gives_the_same_losses(
     assert here.samples[0].text == there.samples[0].text
     assert max(step.allocated_bytes for step in here.metrics) < 0.5 * max(s.allocated_bytes for s in there.metrics)
     assert (tmp_path / "here" / "export" / "adapter_model.safetensors").is_file()
+    # What bounds it is told: it waits for the disk, writes nothing there, and waits for no longer than the step takes.
+    assert all(step.disk_seconds > 0 and step.written_bytes == 0 for step in here.metrics)
+    assert all(
+        step.link_seconds + step.optimizer_seconds + step.disk_seconds <= step.step_seconds for step in here.metrics
+    )
+    assert {step.disk_seconds for step in there.metrics} == {step.written_bytes for step in there.metrics} == {None}
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"adapter": {"variant": "dora"}}, "DoRA begins with the lengths of all the base's columns"),
         ({"adapter": {"start": "pissa"}}, "pissa changes the base's weights"),
     ],
 )
@@ -95,6 +100,8 @@ def test_a_full_run_whose_budget_is_too_small_trains_on_disk_to_the_same_model(
     assert here.losses + resumed.losses == there.losses
     assert resumed.evaluations[-1].loss == there.evaluations[-1].loss
     assert max(step.allocated_bytes for step in here.metrics) < 0.5 * max(s.allocated_bytes for s in there.metrics)
+    assert all(step.written_bytes > 0 and step.disk_seconds > 0 for step in here.metrics)
+    assert [event for event in here.events if event.kind == "disk"] == []
     exported = [load_file(tmp_path / name / "export" / "model.safetensors") for name in ("there", "here")]
     assert exported[0].keys() == exported[1].keys()
     assert all(exported[0][name].equal(exported[1][name]) for name in exported[0])
