@@ -466,6 +466,30 @@ def compile(place: Place) -> None:  # noqa: A001 - the part's name
             free()
 
 
+def streaming(place: Place) -> None:
+    """Whether streamed steps on this device are those of a model that stays."""
+    import streaming_part
+
+    for found in streaming_part.equality(place.device, place.compute, place.scratch):
+        say(**found)
+
+
+def streamed_70b(place: Place) -> None:
+    """A 70 B with a 4-bit base from RAM, under a cap of 21 GiB."""
+    import streaming_part
+
+    for found in streaming_part.of_70b(place.device, place.compute, quick=place.quick):
+        say(**found)
+
+
+def streamed_full(place: Place) -> None:
+    """Full steps with everything in RAM, against a model that stays on the device."""
+    import streaming_part
+
+    for found in streaming_part.of_all_weights(place.device, place.compute, place.scratch, quick=place.quick):
+        say(**found)
+
+
 def calibration(place: Place) -> None:
     """This device's rates, as `python -m vramfit calibrate` measures them."""
     from vramfit.hardware.calibrate import calibrate
@@ -490,7 +514,20 @@ def _told(name: str) -> Iterator[None]:
 def main() -> None:
     found: dict[str, Callable[[Place], None]] = {
         part.__name__: part
-        for part in (machine, equality, fp16, out_of_memory, memory, techniques, trainer, compile, calibration)
+        for part in (
+            machine,
+            equality,
+            fp16,
+            out_of_memory,
+            memory,
+            techniques,
+            streaming,
+            streamed_70b,
+            streamed_full,
+            trainer,
+            compile,
+            calibration,
+        )
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=sorted(found))
