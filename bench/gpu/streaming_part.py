@@ -1,7 +1,7 @@
 """Streaming on a card: the bits of resident runs, a 4-bit 70 B under a cap of 21 GiB, all weights of a 3 B.
 
-The 70 B's numbers are random 4-bit codes put straight into RAM: it would be 140 GB of files. The full run is of a 3 B and
-not of a 7 B because a 7 B's weights, copies, states and gradients take 112 GB of RAM, more than is free beside all else.
+The 70 B's numbers are random 4-bit codes put straight into RAM: it would be 140 GB of files. The full run is of a 3 B,
+not a 7 B, whose weights, copies, states and gradients take 112 GB of RAM: more than most machines have beside all else.
 """
 
 from __future__ import annotations
