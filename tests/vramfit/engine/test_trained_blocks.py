@@ -254,3 +254,18 @@ def test_a_governor_sends_blocks_away_one_a_step_while_memory_is_short(tmp_path:
     assert here.governor is not None and here.governor.relieve().startswith("after")
     assert here.stays == ["visit"] * 5
     assert_equal_runs(there, here, steps=1)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_step_moves_two_passes_less_the_blocks_at_the_turn(accumulation: int, tmp_path: Path) -> None:
+    """However many micro-batches it has. At the bottom nothing is saved: what was there has been stepped."""
+    folder = saved("llama", tmp_path / "model")
+    here = streaming(folder, disk(full_plan(), resident_blocks=1), tmp_path)
+    here.step(batches()[:accumulation], 1e-2)
+    traffic, layout = here.visits.stream.traffic, here.visits.stream.tier.layouts[0]
+    before = dataclasses.replace(traffic)
+
+    here.step(batches()[:accumulation], 1e-2)
+
+    assert traffic.visits - before.visits == 2 * 4 - 2
+    assert traffic.moved_bytes - before.moved_bytes == (2 * 4 - 2) * layout.nbytes
