@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from vramfit.config import RunConfig
 from vramfit.training import checkpoint
@@ -102,6 +102,13 @@ class JobEvent(Event):
     """An event with its number, the cursor for `Store.events(after=...)`."""
 
     id: int
+
+
+class Streamed(NamedTuple):
+    """How many steps of a run streamed their model, and the bytes that these wrote to disk."""
+
+    steps: int
+    written_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)

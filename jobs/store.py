@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 from jobs import schema
-from jobs.job import ACTIVE, FINAL, RESUMABLE, Job, JobEvent, Series, State
+from jobs.job import ACTIVE, FINAL, RESUMABLE, Job, JobEvent, Series, State, Streamed
 from vramfit.config import RunConfig
 from vramfit.errors import JobError, OutOfDisk
 from vramfit.planning.plan import Forecast
@@ -53,6 +53,10 @@ _METRICS: Final = {
     "resident_bytes": "max",
     "loss_scale": "mean",
     "skipped": "max",
+    "link_seconds": "mean",
+    "optimizer_seconds": "mean",
+    "disk_seconds": "mean",
+    "written_bytes": "sum",
 }
 _TELEMETRY: Final = {
     "number": "max",
@@ -609,6 +613,16 @@ class Store:
             # By name: without statistics SQLite would rather read all steps of the job.
             sql = "SELECT count(*) FROM metrics INDEXED BY metrics_skipped WHERE job = ? AND skipped = 1"
             return int(self._db.execute(sql, [id_]).fetchone()[0])
+
+    def streamed(self, id_: int) -> Streamed:
+        """The steps on record in which the model streamed, and what they wrote to disk."""
+        with self._reported():
+            # By name, as above.
+            sql = (
+                "SELECT count(*), coalesce(sum(written_bytes), 0) FROM metrics INDEXED BY metrics_streamed "
+                "WHERE job = ? AND written_bytes IS NOT NULL"
+            )
+            return Streamed(*self._db.execute(sql, [id_]).fetchone())
 
     def _series(
         self,

@@ -6,7 +6,7 @@ sends only new points. Columns come in the store's units; `scale` turns them int
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from ui.texts import Texts
@@ -26,6 +26,8 @@ SERIES_COLUMNS: Final = (
     "resident_bytes",
     "loss_scale",
 )
+WAIT_COLUMNS: Final = ("step_seconds", "compute_seconds", "link_seconds", "optimizer_seconds", "disk_seconds")
+"""Sent beside SERIES_COLUMNS where the model streams."""
 DRIFT_COLUMNS: Final = ("step", "loss", "grad_norm")
 TELEMETRY_COLUMNS: Final = ("time", "device_bytes", "utilisation", "power_watts", "temperature_c", "cpu_utilisation")
 
@@ -62,6 +64,21 @@ def drift_figure(limit: float, texts: Texts) -> Figure:
     ]
     lines = [{"name": texts["chart.drift.limit"], "value": 100.0 * limit, "style": "dash"}]
     return {**_figure("drift", texts["chart.drift"], "%", traces, lines=lines, floor=0), "source": "drift"}
+
+
+def waits_figure(texts: Texts) -> Figure:
+    """Where a step's time goes in a run whose model streams: parts on top of each other, together a step's seconds."""
+    parts = (("compute", 1), ("link", 2), ("optimizer", 4), ("disk", 3))
+    traces = [
+        _trace(f"{part}_seconds", texts[f"chart.waits.{part}"], colour=colour, stacked=True) for part, colour in parts
+    ]
+    return {**_figure("waits", texts["chart.waits"], "s", traces, floor=0), "now": "step_seconds"}
+
+
+def with_compute(rows: Mapping[str, Sequence[float | int | None]]) -> dict[str, Sequence[float | int | None]]:
+    """The rows with a column `compute_seconds`: what is left of a step without its waits, None where none are known."""
+    each = zip(*(rows[f"{part}_seconds"] for part in ("step", "link", "optimizer", "disk")), strict=True)
+    return {**rows, "compute_seconds": [_left(whole, waits) for whole, *waits in each]}
 
 
 def memory_figure(*, has_card: bool, predicted_bytes: int | None, budget_bytes: int | None, texts: Texts) -> Figure:
@@ -138,6 +155,7 @@ def _trace(
     fill: bool = False,
     faint: bool = False,
     smooth: bool = False,
+    stacked: bool = False,
 ) -> dict[str, Any]:
     return {
         "column": column,
@@ -147,7 +165,14 @@ def _trace(
         "fill": fill,
         "faint": faint,
         "smooth": smooth,
+        "stacked": stacked,
     }
+
+
+def _left(whole: float | int | None, waits: Iterable[float | int | None]) -> float | None:
+    known = [wait for wait in waits if wait is not None]
+    # A bucket's seconds are the mean of all its steps, its waits that of those that streamed: it may be less than they.
+    return None if whole is None or not known else max(0.0, whole - sum(known))
 
 
 def _plain(value: float | int | None) -> float | int | None:

@@ -12,21 +12,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from jobs.job import Job, Series
+from jobs.job import Job, Series, Streamed
 from jobs.store import Store
 from ui.charts import (
     DRIFT_COLUMNS,
     SERIES_COLUMNS,
     TELEMETRY_COLUMNS,
+    WAIT_COLUMNS,
     columns,
     drift_figure,
     figures,
     loss_scale_figure,
+    waits_figure,
+    with_compute,
 )
 from ui.texts import Texts
 from vramfit.config import STARTER_MODEL
 from vramfit.errors import JobError
 from vramfit.places import is_folder
+from vramfit.training.wear import share_of_drive
+from vramfit.units import format_bytes, format_percent, format_terabytes
 
 SERIES_POINTS: Final = 1200
 TELEMETRY_POINTS: Final = 600
@@ -68,12 +73,13 @@ def run_view(store: Store, wanted: int, cursor: Cursor, texts: Texts, *, with_lo
     job = choose_run(store, wanted)
     if job is None:
         return {"job": None, "time": time.time()}
-    drifts = _drifts(store, job, cursor)
+    drifts, streamed = _drifts(store, job, cursor), store.streamed(job.id)
     return {
         "time": time.time(),
         "job": {**job_values(job, texts), "skipped_steps": store.skipped_steps(job.id)},
-        "figures": _figures(job, texts, checked=drifts.rows > 0),
-        "series": _series(store, job, cursor),
+        "figures": _figures(job, texts, checked=drifts.rows > 0, streams=streamed.steps > 0),
+        "notes": {"waits": written_text(job, streamed, texts)},
+        "series": _series(store, job, cursor, streams=streamed.steps > 0),
         "telemetry": _telemetry(store, job, cursor),
         "drift": _source(drifts, DRIFT_COLUMNS),
         "evaluations": [{"step": found.step, "loss": found.loss} for found in store.evaluations(job.id)],
@@ -135,6 +141,26 @@ def short_model(source: str) -> str:
     return path.parent.name if path.name == "export" else path.name
 
 
+def written_text(job: Job, streamed: Streamed, texts: Texts) -> str:
+    """What the run has written to disk, and what that makes of a drive's life at its end; "" where it wrote nothing.
+
+    Steps that were done again after a resume count once.
+    """
+    if not streamed.written_bytes:
+        return ""
+    each = streamed.written_bytes / streamed.steps
+    ended = job.state == "succeeded" or job.step >= job.total_steps
+    whole = streamed.written_bytes + (0 if ended else each * (job.total_steps - job.step))
+    return texts["monitor.written.ended" if ended else "monitor.written"].format(
+        so_far=format_bytes(streamed.written_bytes),
+        steps=f"{streamed.steps:,}",
+        each=format_bytes(each),
+        all=f"{job.total_steps:,}",
+        whole=format_terabytes(whole),
+        share=format_percent(share_of_drive(whole)),
+    )
+
+
 def stop(store: Store, run: int) -> None:
     """Ask a run to save and end; a queued one is cancelled. Raises JobError."""
     store.request_stop(run)
@@ -148,7 +174,7 @@ def resume(store: Store, run: int) -> None:
     store.enqueue(run)
 
 
-def _series(store: Store, job: Job, cursor: Cursor) -> dict[str, Any]:
+def _series(store: Store, job: Job, cursor: Cursor, *, streams: bool) -> dict[str, Any]:
     found = store.series(
         job.id,
         after=cursor.series_after,
@@ -156,9 +182,10 @@ def _series(store: Store, job: Job, cursor: Cursor) -> dict[str, Any]:
         revision=cursor.revision,
         max_points=SERIES_POINTS,
     )
+    wanted = (*SERIES_COLUMNS, *WAIT_COLUMNS) if streams else SERIES_COLUMNS
     return {
-        "columns": columns(found.columns, SERIES_COLUMNS),
-        "last": columns(found.tail, SERIES_COLUMNS),
+        "columns": columns(with_compute(found.columns), wanted),
+        "last": columns(with_compute(found.tail), wanted),
         "cursor": found.cursor,
         "stride": found.stride,
         "revision": found.revision,
@@ -217,17 +244,19 @@ def _event(event: Any) -> dict[str, Any]:
     }
 
 
-def _figures(job: Job, texts: Texts, *, checked: bool) -> list[dict[str, Any]]:
-    """The charts of this run: a loss scale where it computes in fp16, the drift once it was `checked` against fp32."""
+def _figures(job: Job, texts: Texts, *, checked: bool, streams: bool) -> list[dict[str, Any]]:
+    """The charts of this run: waits where its model `streams`, a loss scale where it computes in fp16, the drift once
+    it was `checked` against fp32."""
     found = figures(
         has_card=has_card(job),
         predicted_bytes=_forecast(job, "memory", "peak_bytes"),
         budget_bytes=_forecast(job, "plan", "budget_bytes"),
         texts=texts,
     )
+    waits = [waits_figure(texts)] if streams else []
     scale = [loss_scale_figure(texts)] if _forecast(job, "plan", "compute") == "fp16" else []
     drift = [drift_figure(job.config.health.drift_limit, texts)] if checked else []
-    return [*found, *scale, *drift]
+    return [*found, *waits, *scale, *drift]
 
 
 def _phase(job: Job) -> dict[str, Any] | None:

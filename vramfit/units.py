@@ -37,3 +37,20 @@ def format_count(number: float) -> str:
         if abs(number) >= limit:
             return f"{number / limit:.1f} {letter}"
     return f"{number:.0f}"
+
+
+def format_terabytes(size: float) -> str:
+    """Bytes in the decimal unit that drives are rated in, to two figures: `0.33 TB`, `2,400 TB`, `< 0.01 TB`."""
+    return f"{_two_figures(size / 1e12)} TB"
+
+
+def format_percent(share: float) -> str:
+    """A share to two figures, 1.0 being all of it: `0.3 %`, `5.2 %`, `123 %`, `< 0.01 %`."""
+    return f"{_two_figures(100 * share)} %"
+
+
+def _two_figures(number: float) -> str:
+    """A number that is not negative, never in powers of ten; whole from 10 on."""
+    if 0 < number < 0.01:
+        return "< 0.01"
+    return f"{number:.2g}" if number < 9.95 else f"{number:,.0f}"

@@ -36,6 +36,7 @@ FLAGS = [
 STARTING_S = 90.0
 expect.set_options(timeout=20_000)  # a machine busy with other work is slow, not wrong
 LONG_RUN_STEPS = 100_000
+WAITS = {"link_seconds": 0.001, "optimizer_seconds": 0.002, "disk_seconds": 0.003, "written_bytes": 2**30}
 
 
 class Panel:
@@ -137,12 +138,13 @@ def _is_outside(url: str) -> bool:
 
 @pytest.fixture(scope="session")
 def seeded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Panel]:
-    """A panel on a folder with two finished runs: 1 has 100,000 steps on a card, 2 has 200 on the CPU."""
+    """A panel on a folder of finished runs: 1 of 100,000 steps on a card, 2 of 200 on the CPU, 3 streams from disk."""
     folder = tmp_path_factory.mktemp("seeded") / "a folder 数据"
     with Store(folder) as store:
         store.take_lease(SUPERVISOR_LEASE, owner="seed", alive=lambda *_: True)
         _finished(store, RunConfig(name="Long run", device="cuda:0"), steps=LONG_RUN_STEPS, on_card=True)
         _finished(store, RunConfig(name="Short run", device="cpu"), steps=200, on_card=False)
+        _finished(store, RunConfig(name="Streamed run", device="cpu"), steps=40, on_card=False, **WAITS)
         store.release_lease(SUPERVISOR_LEASE, owner="seed")
     panel = Panel(folder)
     try:
@@ -171,14 +173,14 @@ def see(page: Page) -> Callable[..., None]:
     return wait
 
 
-def _finished(store: Store, config: RunConfig, *, steps: int, on_card: bool) -> None:
+def _finished(store: Store, config: RunConfig, *, steps: int, on_card: bool, **waits: float) -> None:
     run = store.add_job(config)
     job = store.claim_next("seed")
     assert job is not None
     store.begin_attempt(run, attempt=job.attempt, owner="seed")
     with store.recorder(run, job.attempt) as recorder:
         for first in range(1, steps + 1, 5000):
-            recorder.steps([_step(step, steps) for step in range(first, min(first + 5000, steps + 1))])
+            recorder.steps([_step(step, steps, **waits) for step in range(first, min(first + 5000, steps + 1))])
         recorder.evaluation(Evaluation(step=steps, time=time.time(), loss=1.4, tokens=1000))
         recorder.telemetry(_reading(on_card))
         recorder.sample(TextSample(step=0, stage="before", prompt="Once", text="zzk oof"))
@@ -186,7 +188,7 @@ def _finished(store: Store, config: RunConfig, *, steps: int, on_card: bool) -> 
     store.transition(run, expected=("running",), state="succeeded", attempt=job.attempt, final_loss=1.25)
 
 
-def _step(step: int, steps: int) -> StepMetrics:
+def _step(step: int, steps: int, **waits: float) -> StepMetrics:
     return StepMetrics(
         step=step,
         time=time.time() + step * 0.01,
@@ -200,6 +202,7 @@ def _step(step: int, steps: int) -> StepMetrics:
         allocated_bytes=9 * 2**30,
         reserved_bytes=10 * 2**30,
         resident_bytes=2**30,
+        **waits,
     )
 
 

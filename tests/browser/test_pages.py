@@ -81,6 +81,21 @@ def test_without_a_card_the_page_says_what_memory_means(page: Page, seeded: obje
     assert page.locator("[data-chart=power]").count() == 0
 
 
+def test_a_streamed_run_shows_where_a_steps_time_goes_and_what_it_wrote(page: Page, seeded: object, see: See) -> None:
+    page.goto(seeded.url + "?run=3")
+    see(DRAWN.format(step=40))
+    chart = page.locator("[data-chart=waits]")
+    expect(chart.locator("header b")).to_have_text("0.0100 s")
+    expect(chart.locator(".vf-sub")).to_contain_text("40.0 GiB written to disk in 40 steps, 1.0 GiB a step")
+    # As drawn: each part begins where the one before ends, and the last reaches the step's 10 ms.
+    top = "document.querySelector('[data-chart=waits] .vf-plot').calcdata.map((trace) => +trace[0].y.toFixed(6))"
+    assert page.evaluate(top) == [0.004, 0.005, 0.007, 0.01]
+    page.goto(seeded.url + "?run=2")
+    see(DRAWN.format(step=200))
+    assert page.locator("[data-chart=waits]").count() == 0
+    assert page.locator(".vf-chart .vf-sub:visible").count() == 0
+
+
 def test_text_before_and_after_stand_side_by_side(page: Page, seeded: object) -> None:
     page.goto(seeded.url + "?run=2")
     expect(page.locator(".vf-sample-before")).to_contain_text("Once zzk oof")

@@ -15,7 +15,12 @@ from vramfit.config import RunConfig
 from vramfit.errors import JobError
 
 # The tables that each released migration made. A line is added with each one and never changed.
-RELEASED = {"0001_first_tables": "61e3c0", "0002_metrics_by_64": "694b42", "0003_drifts_and_heat": "2ea786"}
+RELEASED = {
+    "0001_first_tables": "61e3c0",
+    "0002_metrics_by_64": "694b42",
+    "0003_drifts_and_heat": "2ea786",
+    "0004_waits": "92c8f0",
+}
 
 
 def tables(path: Path) -> str:
@@ -78,6 +83,8 @@ def test_a_file_of_the_version_before_keeps_its_rows(tmp_path: Path) -> None:
         assert store.skipped_steps(1) == 1
         assert store.telemetry(1).columns["host_bytes"] == [7]
         assert len(store.drifts(1)) == 0
+        assert store.series(1).columns["link_seconds"] == [None]
+        assert store.streamed(1) == (0, 0)
         applied = [row[0] for row in store._db.execute("SELECT name FROM _sqlite_migrations").fetchall()]
     assert applied == list(RELEASED)
 

@@ -354,7 +354,9 @@ def test_whoever_follows_sees_what_whoever_comes_late_sees(
 def test_a_run_of_100_000_steps_opens_thinned_and_is_followed_row_by_row(store: Store) -> None:
     job = running(store, rows=1)
     store._db.execute(  # copies of the first row: a hundred thousand objects would take longer than the test
-        "INSERT INTO metrics SELECT job, value, attempt, time + value, loss / value, learning_rate, grad_norm, tokens, "
+        "INSERT INTO metrics (job, step, attempt, time, loss, learning_rate, grad_norm, tokens, tokens_per_s, "
+        "step_seconds, epoch, allocated_bytes, reserved_bytes, resident_bytes, loss_scale, skipped) "
+        "SELECT job, value, attempt, time + value, loss / value, learning_rate, grad_norm, tokens, "
         "tokens_per_s, step_seconds, epoch, allocated_bytes, reserved_bytes, resident_bytes, loss_scale, skipped "
         "FROM metrics, (WITH RECURSIVE n (value) AS (VALUES (2) UNION ALL SELECT value + 1 FROM n LIMIT 99999) "
         "SELECT value FROM n)"
@@ -538,3 +540,40 @@ def test_heat_is_kept_with_the_other_readings(store: Store) -> None:
     readings = [replace(telemetry(1), slowed_by_heat=True), replace(telemetry(2), slowed_by_heat=False), telemetry(3)]
     store.record(job.id, attempt=1, telemetry=readings)
     assert store.telemetry(job.id).columns["slowed_by_heat"] == [1, 0, None]
+
+
+def streamed(step: int, *, written_bytes: int = 1000) -> StepMetrics:
+    """A step that waited, longer the later it is."""
+    waits = {"link_seconds": 0.01 * step, "optimizer_seconds": 0.02 * step, "disk_seconds": 0.03 * step}
+    return replace(metrics(step), **waits, written_bytes=written_bytes)  # type: ignore[arg-type]
+
+
+def test_what_a_step_waited_for_is_kept_and_is_none_where_nothing_streams(store: Store) -> None:
+    job = running(store)
+    store.record(job.id, attempt=1, steps=[streamed(1), metrics(2)])
+    columns = store.series(job.id).columns
+    assert [columns[f"{part}_seconds"] for part in ("link", "optimizer", "disk")] == [
+        [0.01, None],
+        [0.02, None],
+        [0.03, None],
+    ]
+    assert columns["written_bytes"] == [1000, None]
+
+
+def test_a_bucket_has_the_mean_of_waits_and_the_sum_of_bytes(store: Store) -> None:
+    job = running(store)
+    store.record(job.id, attempt=1, steps=[streamed(step) for step in range(1, 257)])
+    for max_points, size in ((128, 2), (4, 64)):  # from single rows, and from the buckets that were summed up
+        found = store.series(job.id, max_points=max_points)
+        assert found.stride == size
+        assert found.columns["written_bytes"] == [1000 * size] * (256 // size)
+        assert found.columns["disk_seconds"][0] == pytest.approx(0.03 * (size + 1) / 2)
+
+
+def test_streamed_steps_and_what_they_wrote_are_added_up(store: Store) -> None:
+    job = running(store)
+    other = store.add_job(RunConfig())
+    store.record(job.id, attempt=1, steps=[metrics(1), streamed(2), streamed(3, written_bytes=0), streamed(4)])
+    assert (store.streamed(job.id), store.streamed(other)) == ((3, 2000), (0, 0))
+    store.record(job.id, attempt=1, steps=[streamed(4, written_bytes=500)])  # done again after a resume
+    assert store.streamed(job.id) == (3, 1500)

@@ -9,11 +9,14 @@ from ui.charts import (
     DRIFT_COLUMNS,
     SERIES_COLUMNS,
     TELEMETRY_COLUMNS,
+    WAIT_COLUMNS,
     columns,
     drift_figure,
     figures,
     loss_scale_figure,
     memory_figure,
+    waits_figure,
+    with_compute,
 )
 from ui.texts import texts_of
 from vramfit.units import GIB
@@ -69,3 +72,26 @@ def test_columns_are_valid_json_whatever_was_measured() -> None:
     sent = columns({"loss": [1.0, math.nan, math.inf, None], "step": [1, 2, 3, 4], "other": [0]}, SERIES_COLUMNS)
     assert sent == {"step": [1, 2, 3, 4], "loss": [1.0, None, None, None]}
     json.dumps(sent, allow_nan=False)
+
+
+def test_the_parts_of_a_step_lie_on_top_of_each_other() -> None:
+    waits = waits_figure(EN)
+    drawn = [trace["column"] for trace in waits["traces"]]
+    assert drawn == ["compute_seconds", "link_seconds", "optimizer_seconds", "disk_seconds"]
+    assert all(trace["stacked"] and trace["scale"] == 1 for trace in waits["traces"])
+    assert {*drawn, waits["now"]} == set(WAIT_COLUMNS)
+    assert (waits["source"], waits["unit"], waits["floor"]) == ("series", "s", 0)
+    assert not any(trace["stacked"] for figure in _figures(has_card=True).values() for trace in figure["traces"])
+
+
+def test_what_is_no_wait_is_computing() -> None:
+    rows = {
+        "step": [1, 2, 3, 4],
+        "step_seconds": [10.0, 10.0, 10.0, None],
+        "link_seconds": [1.0, None, 9.0, 1.0],
+        "optimizer_seconds": [2.0, None, 2.0, 1.0],
+        "disk_seconds": [3.0, None, 0.0, 1.0],
+    }
+    found = with_compute(rows)
+    assert found["compute_seconds"] == [4.0, None, 0.0, None]
+    assert {name: values for name, values in found.items() if name != "compute_seconds"} == rows

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from jobs.job import Streamed
 from jobs.store import Store
-from ui.monitor import SERIES_POINTS, Cursor, choose_run, job_values, resume, run_view, short_model, stop
+from ui.monitor import (
+    SERIES_POINTS,
+    Cursor,
+    choose_run,
+    job_values,
+    resume,
+    run_view,
+    short_model,
+    stop,
+    written_text,
+)
 from ui.texts import texts_of
 from vramfit.config import RunConfig
 from vramfit.errors import JobError
@@ -166,3 +178,65 @@ def test_skipped_steps_and_the_scale_are_shown(store: Store, seed_run: SeedRun) 
     assert "scale" not in [figure["key"] for figure in view["figures"]]
     store._db.execute("UPDATE jobs SET forecast = ? WHERE id = ?", ['{"plan": {"compute": "fp16"}}', run])
     assert "scale" in [figure["key"] for figure in _view(store, run)["figures"]]
+
+
+# ---- streaming ------------------------------------------------------------------------------------------------------
+
+
+def _streamed(step: int, written_bytes: int) -> StepMetrics:
+    return StepMetrics(
+        step=step, time=0.0, loss=1.0, learning_rate=0.1, grad_norm=1.0, tokens=1, tokens_per_s=1.0, step_seconds=10.0,
+        epoch=0.0, allocated_bytes=1, reserved_bytes=1, resident_bytes=1, link_seconds=1.0, optimizer_seconds=2.0,
+        disk_seconds=3.0, written_bytes=written_bytes,
+    )  # fmt: skip
+
+
+def test_where_a_steps_time_goes_is_shown_once_the_model_streams(store: Store, seed_run: SeedRun) -> None:
+    run, attempt = _at_work(store, seed_run)
+    before = _view(store, run)
+    assert "waits" not in [figure["key"] for figure in before["figures"]]
+    assert "compute_seconds" not in before["series"]["columns"]
+    store.record(run, attempt=attempt, steps=[_streamed(21, 0)])
+    view = _view(store, run)
+    assert view["figures"][-1]["key"] == "waits"
+    sent = {name: values[-2:] for name, values in view["series"]["columns"].items() if name.endswith("_seconds")}
+    assert sent == {
+        "step_seconds": [0.1, 10.0],
+        "compute_seconds": [None, 4.0],
+        "link_seconds": [None, 1.0],
+        "optimizer_seconds": [None, 2.0],
+        "disk_seconds": [None, 3.0],
+    }
+    assert view["notes"]["waits"] == ""  # a model that is only read
+
+
+def test_a_thinned_run_has_the_same_parts_and_so_has_the_bucket_that_fills(store: Store, seed_run: SeedRun) -> None:
+    run = seed_run(steps=1, state="running")
+    rows = [_streamed(step, 0) for step in range(1, 2 * SERIES_POINTS)]
+    store.record(run, attempt=store.job(run).attempt, steps=rows)
+    series = _view(store, run)["series"]
+    assert series["stride"] == 2
+    assert set(series["columns"]["compute_seconds"]) == {4.0}
+    assert series["last"]["compute_seconds"] == [4.0]
+
+
+def test_what_was_written_is_told_with_what_the_whole_run_makes_of_a_drive(store: Store, seed_run: SeedRun) -> None:
+    run, attempt = _at_work(store, seed_run)
+    store._db.execute("UPDATE jobs SET total_steps = 2000 WHERE id = ?", [run])
+    store.record(run, attempt=attempt, steps=[_streamed(21, 2 * 2**30), _streamed(22, 4 * 2**30)])
+    assert _view(store, run)["notes"]["waits"] == (  # 6 GiB and 1,978 times 3 GiB
+        "6.0 GiB written to disk in 2 steps, 3.0 GiB a step. All 2,000 steps make 6.4 TB: that is 0.27 % of what a "
+        "4 TB consumer drive is rated for."
+    )
+    chinese = run_view(store, run, Cursor(), texts_of("zh"), with_log=False)["notes"]["waits"]
+    assert all(number in chinese for number in ("6.0 GiB", "3.0 GiB", "2,000", "6.4 TB", "0.27 %"))
+
+
+def test_a_run_at_its_end_is_not_projected(store: Store, seed_run: SeedRun) -> None:
+    job = replace(store.job(seed_run()), total_steps=2000)
+    said = written_text(job, Streamed(20, 20 * 2**30), EN)
+    assert said == (
+        "20.0 GiB written to disk in 20 steps, 1.0 GiB a step: that is < 0.01 % of what a 4 TB consumer drive is rated "
+        "for."
+    )
+    assert "All 2,000 steps make 2.1 TB" in written_text(replace(job, state="failed"), Streamed(20, 20 * 2**30), EN)

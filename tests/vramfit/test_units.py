@@ -1,10 +1,10 @@
-"""What a person reads: binary units, one decimal, never "GB"."""
+"""What a person reads: binary units, one decimal, never "GB"; TB only beside what drives are rated for."""
 
 from __future__ import annotations
 
 import pytest
 
-from vramfit.units import GIB, format_bytes, format_count, format_duration
+from vramfit.units import GIB, format_bytes, format_count, format_duration, format_percent, format_terabytes
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,27 @@ def test_durations(seconds: float, text: str) -> None:
 )
 def test_counts(number: float, text: str) -> None:
     assert format_count(number) == text
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [
+        (0, "0 %"),
+        (0.00005, "< 0.01 %"),
+        (0.003, "0.3 %"),
+        (0.052, "5.2 %"),
+        (0.0996, "10 %"),
+        (1.234, "123 %"),
+        (98.7, "9,870 %"),
+    ],
+)
+def test_shares(share: float, text: str) -> None:
+    assert format_percent(share) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(10**9, "< 0.01 TB"), (327 * 10**9, "0.33 TB"), (176e12, "176 TB"), (2_400 * 10**12, "2,400 TB")],
+)
+def test_terabytes(size: float, text: str) -> None:
+    assert format_terabytes(size) == text

@@ -32,8 +32,9 @@
       this.runKey = runKey;
       this.plot = make("div", { class: "vf-plot" });
       this.now = make("b");
+      this.note = make("p", { class: "vf-sub", hidden: true });
       this.card = make("section", { class: "vf-chart", "data-chart": figure.key },
-        make("header", {}, make("h4", {}, figure.title), this.now), this.plot);
+        make("header", {}, make("h4", {}, figure.title), this.now), this.plot, this.note);
       this.drawn = false;
     }
 
@@ -47,7 +48,8 @@
         type: "scatter", mode: "lines", name: trace.name, x: [], y: [],
         opacity: trace.faint ? 0.35 : 1,
         line: { color: this.colour(trace), width: trace.faint ? 1 : 2 },
-        fill: trace.fill ? "tozeroy" : "none", fillcolor: `${this.colour(trace)}22`,
+        ...(trace.stacked ? { stackgroup: "parts", fillcolor: `${this.colour(trace)}77` }
+          : { fill: trace.fill ? "tozeroy" : "none", fillcolor: `${this.colour(trace)}22` }),
       });
       const flat = (entry) => ({
         type: "scatter", mode: "lines", name: entry.name, x: [], y: [],
@@ -146,9 +148,14 @@
       await window.Plotly.react(this.plot, data, this.layout());
     }
 
+    setNote(text) {
+      VF.text(this.note, text ?? "");
+      VF.show(this.note, !!text);
+    }
+
     // The newest value, beside the title.
     showNow(columns) {
-      const values = columns[this.figure.traces[0].column] ?? [];
+      const values = columns[this.figure.now ?? this.figure.traces[0].column] ?? [];
       const last = values.findLast((value) => value != null);
       if (last == null) return;
       const value = last * this.figure.traces[0].scale;
@@ -474,6 +481,7 @@
       for (const chart of this.charts) {
         const source = { telemetry, drift, series }[chart.figure.source];
         if (chart.figure.evaluations) await chart.setEvaluations(evaluations);
+        chart.setNote(view.notes[chart.figure.key]);
         if (source.reset || !chart.drawn) await chart.replace(source.columns, start);
         else await chart.extend(source.columns, start);
         if (job.final) VF.show(chart.card, !chart.empty);

@@ -428,6 +428,10 @@ WORDS: dict[str, str] = {
     "monitor.stopping": "Stopping: a checkpoint is being saved…",
     "monitor.nocard": "No card in this run: memory is the trainer's own tensors and the process's resident set.",
     "monitor.thinned": "Each point stands for {stride} steps: their mean, for memory their maximum.",
+    "monitor.written": "{so_far} written to disk in {steps} steps, {each} a step. All {all} steps make {whole}: that "
+    "is {share} of what a 4 TB consumer drive is rated for.",
+    "monitor.written.ended": "{so_far} written to disk in {steps} steps, {each} a step: that is {share} of what a 4 TB "
+    "consumer drive is rated for.",
     "monitor.events": "Events",
     "monitor.noevents": "Nothing to report.",
     "monitor.log": "Log",
@@ -468,6 +472,11 @@ WORDS: dict[str, str] = {
     "chart.drift.loss": "loss",
     "chart.drift.norm": "gradient norm",
     "chart.drift.limit": "limit",
+    "chart.waits": "Where a step's time goes",
+    "chart.waits.compute": "computing",
+    "chart.waits.link": "wait for link",
+    "chart.waits.optimizer": "wait for optimizer",
+    "chart.waits.disk": "wait for disk",
     "chart.step": "step",
     "chart.minutes": "minutes",
     "runs.title": "Runs",

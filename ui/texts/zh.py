@@ -416,6 +416,10 @@ WORDS: dict[str, str] = {
     "monitor.stopping": "正在停止：保存检查点…",
     "monitor.nocard": "这次训练没有显卡：内存指训练器自己的张量和进程的常驻内存。",
     "monitor.thinned": "每个点代表 {stride} 步：取平均值，内存取最大值。",
+    "monitor.written": "{steps} 步共向磁盘写入 {so_far}，每步 {each}。全部 {all} 步将写入 {whole}："
+    "相当于一块 4 TB 消费级硬盘额定写入量的 {share}。",
+    "monitor.written.ended": "{steps} 步共向磁盘写入 {so_far}，每步 {each}："
+    "相当于一块 4 TB 消费级硬盘额定写入量的 {share}。",
     "monitor.events": "事件",
     "monitor.noevents": "没有要报告的。",
     "monitor.log": "日志",
@@ -456,6 +460,11 @@ WORDS: dict[str, str] = {
     "chart.drift.loss": "损失",
     "chart.drift.norm": "梯度范数",
     "chart.drift.limit": "上限",
+    "chart.waits": "每步的时间花在哪里",
+    "chart.waits.compute": "计算",
+    "chart.waits.link": "等待传输",
+    "chart.waits.optimizer": "等待优化器",
+    "chart.waits.disk": "等待磁盘",
     "chart.step": "步",
     "chart.minutes": "分钟",
     "runs.title": "训练列表",

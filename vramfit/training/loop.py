@@ -55,6 +55,7 @@ from vramfit.training.opening import open_executor
 from vramfit.training.rows_choice import LEAST_RUN_S, fastest_rows
 from vramfit.training.samples import prompt_ids, sample_prompts
 from vramfit.training.vocabulary import with_known_tokens
+from vramfit.training.wear import wear_warning
 from vramfit.units import format_bytes, format_count
 
 CHECKPOINTS, EXPORT, ADAPTER_START = "checkpoints", "export", "adapter-start.safetensors"
@@ -136,6 +137,7 @@ def train(
     if executor.compiled is not None and done < order.total_steps:
         run.compile(executor.compiled, cache=cache, step=done)
     if done == 0:
+        run.warn_of_wear(forecast)
         run.start_adapters()
         run.write_samples(tokenizer, step=0, stage="before")
         if run.evaluate_every and config.method != "pretrain":
@@ -195,6 +197,12 @@ class _Run:
         )
         usual = CALIBRATE_FP16_EVERY if self.plan.compute == "fp16" else 0
         self.calibrate_every = usual if choice.calibrate_every == "auto" else choice.calibrate_every
+
+    def warn_of_wear(self, forecast: Forecast) -> None:
+        """Tell what all steps will write to a drive, where that is much of what it lasts for."""
+        message = wear_warning(forecast.memory.written_per_step_bytes, steps=self.order.total_steps)
+        if message:
+            self._say("warning", "disk", message)
 
     def check_adapters(self) -> None:
         """Refuse adapters that no gradient reaches, before anybody waits for them to learn."""
@@ -447,6 +455,7 @@ class _Run:
             resident_bytes=self._process.memory_info().rss,
             loss_scale=result.loss_scale,
             skipped=result.skipped,
+            **({} if result.waits is None else result.waits._asdict()),
         )
         self.recorder.steps([now])
         self.tell(notes, step=step)

@@ -19,6 +19,8 @@ class StepMetrics:
     `allocated_bytes` is live tensors and `reserved_bytes` what the allocator holds, both the peak within the step, on
     the device. Without a card allocated is the trainer's own tensors and reserved is 0. `resident_bytes` is the
     process's resident set. `loss_scale` is fp16's, None otherwise; `skipped` is True when it refused the step.
+    Where the model streams, `link_seconds`, `optimizer_seconds` and `disk_seconds` are what the step waited for each,
+    parts of `step_seconds`, and `written_bytes` what it wrote to disk; None where the model stays on the device.
     """
 
     step: int
@@ -35,6 +37,10 @@ class StepMetrics:
     resident_bytes: int
     loss_scale: float | None = None
     skipped: bool = False
+    link_seconds: float | None = None
+    optimizer_seconds: float | None = None
+    disk_seconds: float | None = None
+    written_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
