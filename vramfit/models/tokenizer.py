@@ -48,12 +48,20 @@ def load_options(model: ModelChoice, folder: Path | None) -> dict[str, Any]:
     return {"revision": model.revision, "trust_remote_code": False}
 
 
+_OUT_OF_MEMORY = ("out of memory", "allocate memory")
+
+
 def cannot_load(model: ModelChoice, folder: Path | None, error: Exception, *, part: str) -> ModelError:
     """transformers raises everything from OSError to KeyError: keep its first line, say what to do."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
     if "ignore_mismatched_sizes" in str(error):  # its advice is for programmers; the log has the list above it
         reason = "the shapes of its tensors are not those that config.json describes"
+    if isinstance(error, MemoryError) or any(words in str(error).lower() for words in _OUT_OF_MEMORY):
+        return ModelError(
+            f"Memory ran out while the {part} of {model.source} were loaded ({reason})",
+            "End other programs that use it, choose qlora, or set a memory budget below what is free: the run then streams.",
+        )
     if folder is None:
         return ModelError(
             f"The {part} of {model.source!r} cannot be fetched from the hub ({reason})",

@@ -189,3 +189,15 @@ def test_quantised_weights_that_the_method_cannot_train_are_refused(small, model
     path.write_text(json.dumps(values | {"quantization_config": stored}), encoding="utf-8")
     with pytest.raises(ModelError, match=words):
         check_weights(small.config(model_folder, method=method))
+
+
+def test_memory_that_runs_out_while_loading_is_not_blamed_on_the_files(small, model_folder, tmp_path, monkeypatch):
+    import transformers
+
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 46137344 bytes")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", full)
+    with pytest.raises(ModelError, match=r"Memory ran out while the weights of .* were loaded") as told:
+        load_model(small.config(model_folder), small.plan(), cache=tmp_path)
+    assert "streams" in told.value.remedy
