@@ -112,8 +112,8 @@ class TrainedBlocks:
         with _Ahead(self._take, waiting, at_once=self._weights.in_memory) as taken, _Behind(self._put) as put:
             for where, numbers in taken:
                 put(where, self._stepped(where, numbers, change))
-            self.waited_seconds += taken.waited_seconds
-        self.waited_seconds += put.waited_seconds
+        if not self._weights.in_memory:
+            self.waited_seconds += taken.waited_seconds + put.waited_seconds
         self.forget()
 
     def step(self, where: Where, gradient: Tensor, change: Change) -> None:

@@ -60,7 +60,7 @@ def cannot_load(model: ModelChoice, folder: Path | None, error: Exception, *, pa
     if isinstance(error, MemoryError) or any(words in str(error).lower() for words in _OUT_OF_MEMORY):
         return ModelError(
             f"Memory ran out while the {part} of {model.source} were loaded ({reason})",
-            "End other programs that use it, choose qlora, or set a memory budget below what is free: the run then streams.",
+            "End other programs that use it, choose qlora, or set a budget below what is free: the run then streams.",
         )
     if folder is None:
         return ModelError(
