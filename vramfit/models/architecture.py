@@ -390,9 +390,9 @@ def _refuse_untrainable(values: Mapping[str, Any], name: str) -> None:
     if method in ("bitsandbytes",):
         return
     raise ModelError(
-        f"{name} is stored quantised with {method.upper()}: its packed integers have no gradient, so they cannot be "
+        f"{name} is stored quantised with {method.upper()}: numbers of so few bits have no gradient, so they cannot be "
         "trained",
-        "Choose the original 16-bit model; for little memory choose the method qlora, which quantises it itself.",
+        "Choose a 16-bit copy of the model; for little memory choose the method qlora, which quantises it itself.",
     )
 
 
