@@ -32,6 +32,9 @@ class _OfBlocks:
             self._by_block.setdefault(where.block, []).append(where)
         self._norms: dict[str, Tensor] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gradients")
+        # On a stream of its own: in the usual one a copy would wait for the next block's backward.
+        device = blocks.visits.stream.device
+        self._side = None if device.type == "cpu" else torch.Stream(device=device)
         self._going: Future[None] | None = None
         self.waited_seconds = 0.0
         """In which backward, or the next step, waited for gradients to be taken away or weights to be stepped."""
@@ -51,7 +54,7 @@ class _OfBlocks:
             self._measure(where, gradient)
         arrived = _now(found[0][1].device) if found else None
         self._settle()  # one block's gradients are on their way, never two
-        self._going = self._thread.submit(self._hand_over, found, arrived)
+        self._going = self._thread.submit(self._take_away, found, arrived)
 
     def values(self) -> dict[str, Any]:
         return {}
@@ -62,7 +65,13 @@ class _OfBlocks:
     def _around(self, losses: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def _hand_over(self, found: Sequence[tuple[Where, Tensor]], arrived: torch.Event | None) -> None:
+    def _take_away(self, found: Sequence[tuple[Where, Tensor]], arrived: torch.Event | None) -> None:
+        if arrived is not None:
+            arrived.synchronize()
+        with self._side or contextlib.nullcontext():
+            self._hand_over(found)
+
+    def _hand_over(self, found: Sequence[tuple[Where, Tensor]]) -> None:
         raise NotImplementedError
 
     def _measure(self, where: Where, gradient: Tensor) -> None:
@@ -128,9 +137,7 @@ class AfterLastBlock(_OfBlocks):
         if self._max_grad_norm > 0:
             nn.utils.clip_grads_with_norm_(weight, self._max_grad_norm, norm)
 
-    def _hand_over(self, found: Sequence[tuple[Where, Tensor]], arrived: torch.Event | None) -> None:
-        if arrived is not None:
-            arrived.synchronize()
+    def _hand_over(self, found: Sequence[tuple[Where, Tensor]]) -> None:
         for where, gradient in found:
             self._blocks.send(where, gradient)
 
@@ -167,11 +174,9 @@ class BesideBackward(_OfBlocks):
         self._refused = not math.isfinite(sum(loss.item() for loss in losses))
         yield
 
-    def _hand_over(self, found: Sequence[tuple[Where, Tensor]], arrived: torch.Event | None) -> None:
+    def _hand_over(self, found: Sequence[tuple[Where, Tensor]]) -> None:
         if self._refused:
             return
-        if arrived is not None:
-            arrived.synchronize()
         for where, gradient in found:
             self._blocks.step(where, gradient.cpu(), self._clip)
 
