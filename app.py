@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from jobs import file_systems
+from jobs.store import Store
 from vramfit.console import use_utf8
 from vramfit.errors import UserError
 from vramfit.places import default_data_folder, open_data_folder
@@ -18,6 +20,7 @@ def main() -> int:
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before gradio is imported: no call leaves this machine
     try:
         data_folder = open_data_folder(options.data_dir)
+        check_database(data_folder)
         from ui.panel import serve
 
         serve(data_dir=data_folder, host=options.host, port=options.port, open_browser=not options.no_browser)
@@ -27,6 +30,14 @@ def main() -> int:
     except KeyboardInterrupt:
         return 0
     return 0
+
+
+def check_database(data_folder: Path) -> None:
+    """Refuse a damaged database, and tell of a data folder on a network. Raises UserError."""
+    with Store(data_folder) as store:
+        store.check()
+    if notice := file_systems.notice(data_folder):
+        print(f"vramfit: {notice}", file=sys.stderr)
 
 
 def read_flags() -> argparse.Namespace:

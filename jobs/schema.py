@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from jobs.file_systems import network_file_system
 from vramfit.errors import JobError
 
 
@@ -209,12 +210,14 @@ VERSION: Final = len(migrations._migrations)
 def connect(path: Path) -> Any:
     """A sqlite_utils.Database on `path`, WAL, waiting up to BUSY_TIMEOUT_S for a lock, in driver-level autocommit.
 
+    On a network file system, where a write-ahead log may lose what was written, a journal is kept instead.
     Transactions are opened by hand (BEGIN IMMEDIATE), so that a transaction that will write takes its lock at the
     start and never fails half-way. The connection may be closed from another thread, but is used by one only.
     """
     connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
     try:
-        connection.execute("PRAGMA journal_mode=WAL")
+        mode = "WAL" if network_file_system(path.parent) is None else "TRUNCATE"
+        connection.execute(f"PRAGMA journal_mode={mode}")
         connection.execute("PRAGMA foreign_keys=ON")
         return sqlite_utils.Database(connection, execute_plugins=False)
     except BaseException:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import shutil
 import sqlite3
+import sys
 import threading
 import time
 import unicodedata
@@ -78,6 +80,8 @@ _JOB_COLUMNS: Final = (
     "peak_allocated_bytes, export, failure, remedy, "
     "coalesce((SELECT max(step) FROM metrics WHERE job = jobs.id), 0) AS step"
 )
+_TABLES_OF_JOBS: Final = ("metrics", "metrics_by_64", "telemetry", "evaluations", "samples", "events", "drifts")
+_UNOWNED: Final = "job NOT IN (SELECT id FROM jobs)"
 _SETTABLE: Final = frozenset(
     {"owner", "final_loss", "eval_loss", "peak_allocated_bytes", "export", "failure", "remedy"}
 )
@@ -171,6 +175,65 @@ class Store:
                 yield db
             finally:
                 db.rollback()
+
+    # ---- the file itself --------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Read the whole file for damage. Raises JobError that says what is damaged."""
+        with self._reported():
+            found = [str(row[0]) for row in self._db.execute("PRAGMA quick_check(1)")]
+        if found != ["ok"]:
+            raise _damaged(self.path, found[0])
+
+    def backup(self, target: Path) -> Path:
+        """Copy the database, as it is at one moment, to `target` (a new file, or a folder), while others go on writing.
+
+        Returns the file. Raises JobError (it is there already, it cannot be written) and OutOfDisk.
+        """
+        if target.is_dir():
+            target = target / time.strftime("vramfit-%Y%m%d-%H%M%S.db", time.localtime(self.clock()))
+        if target.exists():
+            raise JobError(f"{target} is there already", "Give the name of a new file: a backup replaces nothing.")
+        partial = target.with_name(f"{target.name}.partial")
+        try:
+            partial.unlink(missing_ok=True)
+            copy = sqlite3.connect(partial)
+            try:
+                self._db.conn.backup(copy)
+                copy.execute("PRAGMA journal_mode=DELETE")  # one file, with nothing beside it
+            finally:
+                copy.close()
+            with partial.open("rb+") as file:
+                os.fsync(file.fileno())
+            partial.rename(target)
+        except (OSError, sqlite3.Error) as error:
+            partial.unlink(missing_ok=True)
+            if isinstance(error, sqlite3.Error) and "unable to open" not in str(error):
+                raise _explained(error, self.path) from error
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise JobError(f"{target} cannot be written: {reason}", "Choose another place for the backup.") from error
+        return target
+
+    def unowned_rows(self) -> dict[str, int]:
+        """How many rows of each table belong to no job."""
+        with self._reported():
+            counts = {
+                table: int(self._db.execute(f"SELECT count(*) FROM {table} WHERE {_UNOWNED}").fetchone()[0])
+                for table in _TABLES_OF_JOBS
+            }
+        return {table: count for table, count in counts.items() if count}
+
+    def remove_unowned_rows(self) -> None:
+        """Delete the rows that belong to no job: nothing can show them."""
+        with self._write(durable=True) as db:
+            for table in _TABLES_OF_JOBS:
+                db.execute(f"DELETE FROM {table} WHERE {_UNOWNED}")
+
+    def job_rows(self) -> list[dict[str, Any]]:
+        """What the jobs' rows hold, uninterpreted: also those that no Job can be made of."""
+        columns = "id, name, state, attempt, owner, heartbeat_at, folder, config"
+        with self._reported():
+            return list(self._db.query(f"SELECT {columns} FROM jobs ORDER BY id"))
 
     # ---- jobs -------------------------------------------------------------------------------------------------
 
@@ -810,6 +873,22 @@ def _explained(error: sqlite3.Error, path: Path) -> JobError | OutOfDisk:
             f"The job database {path} has been locked by another program for {schema.BUSY_TIMEOUT_S:.0f} s",
             "Close that program (a database viewer, a backup) and try again.",
         )
+    if "malformed" in text:
+        return _damaged(path, text)
     return JobError(
         f"The job database {path} cannot be used: {text}", "Check the disk, or choose another folder with --data-dir."
     )
+
+
+def _damaged(path: Path, what: str) -> JobError:
+    return JobError(
+        f"The job database {path} is damaged: {what}",
+        f"Run `python -m jobs.store doctor --data-dir {path.parent}`, or put a backup in its place. Runs and their "
+        "checkpoints are folders of their own and are not touched.",
+    )
+
+
+if __name__ == "__main__":
+    from jobs.doctor import main
+
+    sys.exit(main())

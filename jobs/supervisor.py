@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, Literal
 
-from jobs import processes
+from jobs import file_systems, processes
 from jobs.job import Job, State
 from jobs.store import PANEL_LEASE, SUPERVISOR_LEASE, Store
 from vramfit.errors import JobError, UserError
@@ -365,6 +365,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = signal_flag()  # before the lease is taken, so that it is given back even when the signal comes early
     try:
         with Store(options.data_dir) as store:
+            store.check()
+            if notice := file_systems.notice(store.data_dir):
+                say(notice)
             supervisor = Supervisor(store, patience=Patience(idle=options.idle))
             if not supervisor.start(wait=time.sleep):
                 holder = store.lease(SUPERVISOR_LEASE)

@@ -7,6 +7,7 @@ model.safetensors.index.json names.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,13 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _LFS_POINTER = b"version https://git-lfs"
 _TOKEN_TABLES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _DOWNLOAD_AGAIN = "Download it again, completely."
+_BITS = {
+    **dict.fromkeys(("F64", "I64", "U64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 8),
+}
+"""Of one number, by the format's name in a file; other formats are not checked against their bytes."""
 
 
 def check_folder(folder: Path, *, weights: bool = True) -> dict[str, Any]:
@@ -105,16 +113,32 @@ def check_safetensors(path: Path) -> dict[str, list[int]]:
         try:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
-            ends = [entry["data_offsets"][1] for entry in header.values()]
+            spans = {name: _span(entry["data_offsets"]) for name, entry in header.items()}
             shapes = {name: [int(size) for size in entry["shape"]] for name, entry in header.items()}
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
             raise ModelError(f"{path} is not a safetensors file: its header is damaged", _DOWNLOAD_AGAIN) from None
-    wanted = 8 + length + max(ends, default=0)
+    wanted = 8 + length + max((end for _, end in spans.values()), default=0)
     if size != wanted:
         raise ModelError(
             f"{path} is cut off: it has {format_bytes(size)} ({size:,} bytes) of {wanted:,} bytes", _DOWNLOAD_AGAIN
         )
+    for name, (start_at, end_at) in spans.items():
+        bits = _BITS.get(str(header[name].get("dtype")))
+        if min(shapes[name], default=0) < 0 or (bits and math.prod(shapes[name]) * bits != (end_at - start_at) * 8):
+            raise ModelError(
+                f"{path} is damaged: its header says that {name} has the shape {shapes[name]} and "
+                f"{end_at - start_at:,} bytes",
+                _DOWNLOAD_AGAIN,
+            )
     return shapes
+
+
+def _span(offsets: Any) -> tuple[int, int]:
+    """Where a tensor begins and ends, counted from the end of the header. Raises ValueError for what cannot be."""
+    start, end = offsets
+    if not (type(start) is int and type(end) is int and 0 <= start <= end):
+        raise ValueError(offsets)
+    return start, end
 
 
 def _no_config(folder: Path) -> ModelError:

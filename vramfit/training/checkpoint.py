@@ -20,12 +20,14 @@ import math
 import os
 import re
 import shutil
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vramfit.errors import CheckpointError, ModelError, OutOfDisk
+from vramfit.models.files import check_safetensors
 from vramfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ FORMAT = "vramfit-checkpoint-1"
 TENSORS, VALUES, MANIFEST = "tensors.safetensors", "values.json", "manifest.json"
 
 _NAME = re.compile(r"^step-(\d{8})$")
+_MANIFEST_BYTES = 2**20
+_CAN_RUN_CODE = {".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib", ".dill", ".py", ".pyc", ".so", ".dll"}
 _SPARE_BYTES = 64 * 2**20  # what must stay free beside the checkpoint, for the database and the log
 
 
@@ -66,17 +70,17 @@ def save(
     values: Mapping[str, Any],
     keep: int,
     best: int | None = None,
+    keep_every: int = 0,
 ) -> Path:
-    """Write checkpoint `step` under `root`, tensor by tensor, then remove all but the newest `keep` and that of `best`.
-
-    Returns its folder.
+    """Write checkpoint `step` under `root`, tensor by tensor, then remove all but the newest `keep`, that of `best` and
+    those whose step is a multiple of `keep_every` (0: none). Returns its folder.
 
     Later ones are of a future that was given up, such as damaged ones a resume has passed over: they are removed too.
 
     Raises OutOfDisk, with the older checkpoints untouched, when there is too little room or the disk fills meanwhile.
     """
     root.mkdir(parents=True, exist_ok=True)
-    _remove_partial(root)
+    sweep(root)
     needed = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
     _check_room(root, needed)
     final = root / f"step-{step:08d}"
@@ -90,7 +94,7 @@ def save(
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise _disk_error(error, root, needed) from error
-    _rotate(root, step=step, keep=keep, best=best)
+    _rotate(root, step=step, keep=keep, best=best, keep_every=keep_every)
     return final
 
 
@@ -123,6 +127,36 @@ def steps(root: Path) -> list[int]:
     return [step for step, _ in _complete(root)]
 
 
+def damaged(root: Path) -> list[str]:
+    """What is wrong with each complete checkpoint under `root` that is damaged or not ours, by name, oldest first."""
+    found = []
+    for step, path in _complete(root):
+        try:
+            _verify(path, step=step)
+        except CheckpointError as error:
+            found.append(error.what)
+    return found
+
+
+def leftovers(root: Path) -> list[Path]:
+    """What a crash left behind: unfinished folders, and old ones whose removal was cut short."""
+    if not root.is_dir():
+        return []
+    found = []
+    for path in sorted(root.iterdir()):
+        unfinished = path.name.endswith(".partial") and _NAME.match(path.name.removesuffix(".partial"))
+        half_removed = _NAME.match(path.name) and not (path / MANIFEST).is_file()
+        if (unfinished or half_removed) and path.is_dir() and not path.is_symlink():
+            found.append(path)
+    return found
+
+
+def sweep(root: Path) -> None:
+    """Remove what a crash left behind. Only the trainer whose run this is may do so."""
+    for path in leftovers(root):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def _write(folder: Path, *, step: int, tensors: Mapping[str, torch.Tensor | Later], values: Mapping[str, Any]) -> None:
     from vramfit.models.stored import write_tensors
 
@@ -140,18 +174,65 @@ def _write(folder: Path, *, step: int, tensors: Mapping[str, torch.Tensor | Late
 def _read(folder: Path, *, step: int) -> Checkpoint:
     from vramfit.models.stored import TensorsOnDisk
 
+    values = _verify(folder, step=step)
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        tensors = TensorsOnDisk(folder / TENSORS)
+    except (OSError, ModelError) as error:
+        raise CheckpointError(f"{folder.name}/{TENSORS} cannot be read ({type(error).__name__})") from error
+    return Checkpoint(step=step, path=folder, tensors=tensors, values=values)
+
+
+def _verify(folder: Path, *, step: int) -> dict[str, Any]:
+    """Check everything that can be checked without loading a tensor, and return the plain values. Raises
+    CheckpointError.
+
+    The folder may come from anywhere: it must hold plain files of its own, no link out of it, nothing that could run
+    code, and a manifest that names these files alone. No file is opened before it is known to be a plain one.
+    """
+    try:
+        _check_files(folder)
+        manifest = json.loads(_text(folder / MANIFEST, most=_MANIFEST_BYTES))
         if manifest.get("format") != FORMAT:
             raise CheckpointError(f"{folder.name} has format {manifest.get('format')!r}, this version reads {FORMAT!r}")
+        if manifest["step"] != step:
+            raise CheckpointError(f"{folder.name} says in its manifest that it is of step {manifest['step']!r}")
+        strange = sorted(set(manifest["files"]) - {TENSORS, VALUES})
+        if strange:
+            raise CheckpointError(f"{folder.name} names {strange[0]!r} in its manifest, which is not part of one")
         for name in (TENSORS, VALUES):
             if manifest["files"][name] != _fingerprint(folder / name):
                 raise CheckpointError(f"{folder.name}/{name} does not match its manifest")
-        tensors = TensorsOnDisk(folder / TENSORS)
+        check_safetensors(folder / TENSORS)
         values = json.loads((folder / VALUES).read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ModelError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder.name} cannot be read ({type(error).__name__})") from error
-    return Checkpoint(step=step, path=folder, tensors=tensors, values=values)
+    except ModelError as error:
+        raise CheckpointError(f"{folder.name}/{TENSORS} cannot be read: {error.what}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{folder.name}/{VALUES} does not hold values by name")
+    return values
+
+
+def _check_files(folder: Path) -> None:
+    """Raises CheckpointError: a link, something that is no plain file, or a file of a kind that can run code."""
+    if folder.is_symlink():
+        raise CheckpointError(f"{folder.name} is a link to {folder.readlink()}, not a checkpoint of this run")
+    for name in (MANIFEST, TENSORS, VALUES):
+        mode = (folder / name).lstat().st_mode
+        if stat.S_ISLNK(mode):
+            raise CheckpointError(f"{folder.name}/{name} is a link to {(folder / name).readlink()}")
+        if not stat.S_ISREG(mode):
+            raise CheckpointError(f"{folder.name}/{name} is not a plain file")
+    for path in sorted(folder.iterdir()):
+        if path.suffix.lower() in _CAN_RUN_CODE:
+            raise CheckpointError(f"{folder.name} holds {path.name}, a kind of file that can run code when it is read")
+
+
+def _text(path: Path, *, most: int) -> str:
+    size = path.stat().st_size
+    if size > most:
+        raise CheckpointError(f"{path.parent.name}/{path.name} has {size:,} bytes; {most:,} are the most")
+    return path.read_text(encoding="utf-8")
 
 
 def _complete(root: Path) -> list[tuple[int, Path]]:
@@ -166,24 +247,15 @@ def _complete(root: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def _rotate(root: Path, *, step: int, keep: int, best: int | None) -> None:
-    found = _complete(root)
+def _rotate(root: Path, *, step: int, keep: int, best: int | None, keep_every: int) -> None:
+    found = [(at, path) for at, path in _complete(root) if not path.is_symlink()]  # not ours: what it names is elsewhere
     past = [(at, path) for at, path in found if at <= step]
-    old = [path for at, path in past[:-keep] if at != best]
+    old = [path for at, path in past[:-keep] if at != best and not (keep_every and at % keep_every == 0)]
     for path in (*old, *(path for at, path in found if at > step)):
         # The manifest goes first: a half-removed checkpoint must not be taken for a whole one.
         with contextlib.suppress(OSError):
             (path / MANIFEST).unlink()
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _remove_partial(root: Path) -> None:
-    """What a crash left behind: unfinished folders, and old ones whose removal was cut short."""
-    for path in root.iterdir():
-        unfinished = path.name.endswith(".partial") and _NAME.match(path.name.removesuffix(".partial"))
-        half_removed = _NAME.match(path.name) and not (path / MANIFEST).is_file()
-        if unfinished or half_removed:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _check_room(root: Path, needed: int) -> None:
