@@ -126,9 +126,10 @@ class BlockStream:
         return frozenset(self._resident)
 
     @property
-    def device_bytes(self) -> int:
-        """What the stream takes of the device."""
-        return self.staying_bytes + sum(slot.flat.nbytes for slot in self._slots)
+    def places(self) -> dict[int, int]:
+        """What the stream takes of the device: buffers by where they begin, with their bytes."""
+        flats = [*self._resident.values(), *(slot.flat for slot in self._slots)]
+        return {flat.untyped_storage().data_ptr(): flat.nbytes for flat in flats}
 
     def bring(self, block: int, direction: Direction) -> dict[str, Tensor]:
         """The tensors of `block` on the device, ready for the current stream; the next one is fetched meanwhile.
@@ -296,8 +297,8 @@ class WideningStream(BlockStream):
         self._coming: Future[float] | None = None
 
     @property
-    def device_bytes(self) -> int:
-        return super().device_bytes + self._narrow.nbytes
+    def places(self) -> dict[int, int]:
+        return super().places | {self._narrow.data_ptr(): self._narrow.nbytes}
 
     def stay(self, blocks: Collection[int]) -> None:
         self._arrive()

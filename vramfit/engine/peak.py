@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Set
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -80,38 +80,56 @@ class PeakMeter:
         storages = {
             storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)
         }
-        return sum(storages.values())
+        return sum(nbytes for place, nbytes in storages.items() if place not in self._elsewhere())
+
+    def _elsewhere(self) -> Set[int]:
+        """Where storages begin that are counted in another way."""
+        return frozenset()
 
 
 class VisitsPeak(PeakMeter):
-    """For blocks that visit: all visits are alike, so one is followed instead of a whole step, whose records alone
-    would take more memory than the step may have. `held` says what the stream and the waiting inputs take."""
+    """For blocks that visit: all visits are alike, so of each part of a step one micro-batch is followed instead of
+    the whole step, whose records alone would take more memory than the step may have.
+
+    `places` are the buffers that blocks visit, by where they begin, with their bytes; `waiting` is what the inputs of
+    blocks take.
+    """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, held: Callable[[], int]
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        *,
+        places: Callable[[], dict[int, int]],
+        waiting: Callable[[], int],
     ) -> None:
         super().__init__(model, optimizer, device)
-        self._held = held
-        self._wanted = False
+        self._places, self._waiting = places, waiting
+        self._wanted: set[str] = set()
 
     @contextlib.contextmanager
     def watch(self, tokens: int) -> Iterator[None]:
         self._steps += 1
-        self._wanted = self._device.type == "cpu" and (self._steps <= 2 or tokens > self._largest_tokens)
+        follow = self._device.type == "cpu" and (self._steps <= 2 or tokens > self._largest_tokens)
+        self._wanted = {"head", "block", "embedding"} if follow else set()
         self._largest_tokens = max(tokens, self._largest_tokens)
         yield
 
     @contextlib.contextmanager
-    def visit(self) -> Iterator[None]:
-        """Around one block's backward with one micro-batch; only a step's first is followed."""
-        if not self._wanted or torch._C._autograd._profiler_enabled():
+    def visit(self, part: Literal["head", "block", "embedding"]) -> Iterator[None]:
+        """Around one micro-batch's part of a step; the first of each part is followed."""
+        if part not in self._wanted or torch._C._autograd._profiler_enabled():
             yield
             return
-        self._wanted = False
-        self._at_rest = self._live_bytes() + self._held()
+        self._wanted.discard(part)
+        self._at_rest = self._live_bytes() + sum(self._places().values()) + self._waiting()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             yield
         self._cpu_peak = max(self._cpu_peak, self._at_rest + _highest_rise(profile))
+
+    def _elsewhere(self) -> Set[int]:
+        return self._places().keys()
 
 
 def _highest_rise(profile: torch.profiler.profile) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,7 @@ class StreamingExecutor(ResidentExecutor):
         self._peak: VisitsPeak
         self._waiting = WaitingInputs(plan.input_tier, torch.device(plan.device))
         self._micro_batches = max(1, plan.accumulation)
+        self._tied: TiedGradient | None = None
         # Each block is recomputed here anyway: it must not do so by itself as well.
         resident = dataclasses.replace(
             plan, recompute=0, compress=0, input_tier="device", weights_tier="device", optimizer_in_backward=False
@@ -67,9 +68,7 @@ class StreamingExecutor(ResidentExecutor):
         if trained is not None:
             kind = BesideBackward if plan.optimizer_in_backward and plan.clip_passes == 1 else AfterLastBlock
             self._end = self._of_blocks = kind(trained, scaler=self._scaler, max_grad_norm=max_grad_norm)
-        self._peak = VisitsPeak(
-            model, optimizer, self.device, lambda: visits.stream.device_bytes + self._waiting.nbytes
-        )
+        self._peak = VisitsPeak(model, optimizer, self.device, places=lambda: visits.stream.places, waiting=self._held)
         self._draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
         self._embedding_trains = any(
             value.requires_grad and not _is_in_blocks(name, visits) for name, value in model.named_parameters()
@@ -235,7 +234,7 @@ class StreamingExecutor(ResidentExecutor):
         self._waiting.clear()
         with torch.no_grad():
             hidden, calls = self._forward([piece for piece, _ in kept], keep=True)
-        tied = self._tied_gradient([piece for piece, _ in kept])
+        tied = self._tied = self._tied_gradient([piece for piece, _ in kept])
         losses, upstream = self._losses(kept, hidden, factor, tied)
         with around(losses):
             self._backward(upstream, calls)
@@ -243,7 +242,12 @@ class StreamingExecutor(ResidentExecutor):
             self._before_blocks([piece for piece, _ in kept], upstream, tied)
         if tied is not None:
             tied.finish()
+        self._tied = None
         return losses
+
+    def _held(self) -> int:
+        """Bytes on the device that neither the model nor its blocks' places are."""
+        return self._waiting.nbytes + (0 if self._tied is None else self._tied.nbytes)
 
     def _tied_gradient(self, pieces: Sequence[Piece]) -> TiedGradient | None:
         """Where the embedding is the head, trains, and gets a gradient from several micro-batches."""
@@ -274,9 +278,10 @@ class StreamingExecutor(ResidentExecutor):
         for index, (piece, each) in enumerate(kept):
             end = hidden[index].detach().requires_grad_()
             hidden[index] = end.detach()[:0]  # not needed any more, and large
-            with self.visits.given(end):
-                sums = self._sums(piece, each, gradient_scale=factor)
-            (sums.objective * factor).backward()  # type: ignore[no-untyped-call]
+            with self._followed("head", index, len(kept)):
+                with self.visits.given(end):
+                    sums = self._sums(piece, each, gradient_scale=factor)
+                (sums.objective * factor).backward()  # type: ignore[no-untyped-call]
             losses.append(sums.cross_entropy)
             if tied is not None:
                 tied.add_head()
@@ -301,7 +306,7 @@ class StreamingExecutor(ResidentExecutor):
         if drawn is not None:
             set_random_state(self.device, drawn)
         start = start.detach().requires_grad_()
-        with self._peak.visit():
+        with self._followed("block", index, len(upstream)):
             self._backward_through(block, start, call, upstream[index])
         assert start.grad is not None
         upstream[index] = start.grad
@@ -311,13 +316,20 @@ class StreamingExecutor(ResidentExecutor):
             end = self.visits.compute(block, start, call)
         torch.autograd.backward(end, upstream)
 
+    def _followed(
+        self, part: Literal["head", "block", "embedding"], index: int, count: int
+    ) -> contextlib.AbstractContextManager[None]:
+        """Follows the last micro-batch's: it has the gradients of the others beside it."""
+        return self._peak.visit(part) if index == count - 1 else contextlib.nullcontext()
+
     def _before_blocks(self, pieces: Sequence[Piece], upstream: Sequence[Tensor], tied: TiedGradient | None) -> None:
         """Gradients of what comes before the blocks: their forward once more, now to be differentiated."""
-        for piece, gradient in zip(pieces, upstream, strict=True):
+        for index, (piece, gradient) in enumerate(zip(pieces, upstream, strict=True)):
             with torch.enable_grad():
                 caught = self.visits.catch(lambda piece=piece: self._call_decoder(piece))  # type: ignore[misc]
             if caught.hidden.requires_grad:
-                torch.autograd.backward(caught.hidden, gradient)
+                with self._followed("embedding", index, len(pieces)):
+                    torch.autograd.backward(caught.hidden, gradient)
                 if tied is not None:
                     tied.add_embedding()
 

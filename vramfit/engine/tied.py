@@ -38,6 +38,12 @@ class TiedGradient:
         self._whole[self._rows] = self._sum
         self._weight.grad = self._whole
 
+    @property
+    def nbytes(self) -> int:
+        """What it holds on the device."""
+        held = [*self._heads, *(each for each in (self._whole, self._sum) if each is not None)]
+        return sum(each.nbytes for each in held)
+
     def _taken(self) -> Tensor:
         gradient, self._weight.grad = self._weight.grad, None
         assert gradient is not None

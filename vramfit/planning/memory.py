@@ -824,7 +824,9 @@ class Work:
             if self.shares_weights:
                 dense = self.root
         if self.trains_visitors:
-            dense += self.outside_gradient
+            # A tied table's parts are summed apart: what there is of it, and the one that is made.
+            made = whole if tied or self.plan.accumulation > 1 else 0.0
+            dense = self.outside_gradient + made
         elif self.uses_up_gradients and not self.plan.lora_rank and not self.shares_weights:
             dense = self.whole_gradient * self.architecture.embedding_params + max(self.head_waits, self.step_chunk)
         return self.phase("embedding", gradients=self.gradients + dense, kept=self.stream, weights=self.root)

@@ -248,7 +248,9 @@ def _complete(root: Path) -> list[tuple[int, Path]]:
 
 
 def _rotate(root: Path, *, step: int, keep: int, best: int | None, keep_every: int) -> None:
-    found = [(at, path) for at, path in _complete(root) if not path.is_symlink()]  # not ours: what it names is elsewhere
+    found = [
+        (at, path) for at, path in _complete(root) if not path.is_symlink()
+    ]  # not ours: what it names is elsewhere
     past = [(at, path) for at, path in found if at <= step]
     old = [path for at, path in past[:-keep] if at != best and not (keep_every and at % keep_every == 0)]
     for path in (*old, *(path for at, path in found if at > step)):
