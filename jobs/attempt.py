@@ -15,8 +15,9 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
+from jobs import processes
 from jobs.job import Job, State
 from jobs.store import Store
 from vramfit.errors import InternalError, UserError, VramfitError
@@ -30,6 +31,16 @@ HEARTBEAT_S: Final = 2.0
 TELEMETRY_S: Final = 1.0
 LEAVE_S: Final = 3.0
 INSIST_S: Final = 60.0
+_LOST_CARD: Final = (
+    "fallen off the bus",
+    "gpu is lost",
+    "device lost",
+    "device_lost",
+    "uncorrectable ecc error",
+    "no cuda-capable device",
+    "busy or unavailable",
+    "a hardware error",
+)
 _UNKNOWN: Final = Device(
     kind="cpu", name="", torch_device="cpu", identity="", memory_bytes=0, free_bytes=0, bf16=False, fp16=False
 )
@@ -37,11 +48,13 @@ _UNKNOWN: Final = Device(
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """How a failed run is explained: one sentence, what to do, and the exit code (2: the user's side, 1: ours)."""
+    """How a failed run is explained: one sentence, what to do, and the exit code (2: the user's side, 1: ours).
+    `state` is interrupted where what ended it came from outside."""
 
     what: str
     remedy: str
     code: int
+    state: Literal["failed", "interrupted"] = "failed"
 
 
 class Attempt:
@@ -167,7 +180,7 @@ class Attempt:
             )
             return 1
         failure = explain(error)
-        self._end("failed", failure=failure.what, remedy=failure.remedy)
+        self._end(failure.state, failure=failure.what, remedy=failure.remedy)
         return failure.code
 
     def _end_stopped(self, *, steps: int, **values: Any) -> None:
@@ -181,6 +194,7 @@ class Attempt:
                 "interrupted",
                 failure=f"The system asked the trainer to end; it saved its work at step {steps}.",
                 remedy="Resume goes on from there.",
+                ended_boot=processes.boot(),  # after a restart of the machine it goes on by itself
                 **values,
             )
 
@@ -224,6 +238,13 @@ def explain(error: BaseException) -> Failure:
             remedy="Set a smaller micro-batch or maximum length, or recompute activations; then start or resume it.",
             code=2,
         )
+    if _is_lost_card(error, text):
+        return Failure(
+            what=_sentence(f"The card was lost while it trained: {text}"),
+            remedy="Look at the card with its driver's tool, restart the machine if it is not shown there, and resume.",
+            code=2,
+            state="interrupted",
+        )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
         return Failure(
             what=_sentence(f"The disk is full: {error.filename or text}"),
@@ -240,6 +261,11 @@ def _is_out_of_memory(error: BaseException, text: str) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
+
+
+def _is_lost_card(error: BaseException, text: str) -> bool:
+    """The driver no longer answers for the card, by the words of CUDA, NVML and Level Zero."""
+    return isinstance(error, RuntimeError) and any(sign in text.lower() for sign in _LOST_CARD)
 
 
 def _sentence(text: str) -> str:

@@ -34,6 +34,10 @@ RESUMABLE: Final[tuple[State, ...]] = ("paused", "cancelled", "failed", "interru
 """May be put back into the queue; it goes on from its last checkpoint, or from the start when it has none."""
 
 
+UNSUCCESSFUL: Final[tuple[State, ...]] = ("failed", "cancelled", "interrupted")
+"""Ended, and not as wished: what a job that comes after is told of."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """One run in the queue or the history. Times are Unix seconds, sizes bytes; None: not (yet) known.
@@ -41,6 +45,11 @@ class Job:
     `attempt` counts how often a trainer was started for it. `step` is the last step on record, `total_steps` 0 while
     unknown. `failure` is one sentence, `remedy` what to do about it. `owner` names the trainer's process. `position`
     orders the queue. `revision` changes whenever recorded rows were taken back (a resume), see Series.
+
+    `resumes` counts how often it went on by itself since a person last asked for it, `losses` how often its supervisor
+    died over it. `step_before` and `checkpoint_before` are the last step on record and the newest checkpoint when the
+    last attempt began, None while it has not. `after` is the job that has to succeed first, with `after_anyway` only to
+    end. `go_on`: once it has ended as asked, it goes back into the queue.
     """
 
     id: int
@@ -69,6 +78,13 @@ class Job:
     folder: Path
     owner: str | None
     stop_requested: bool
+    resumes: int
+    losses: int
+    step_before: int | None
+    checkpoint_before: int | None
+    after: int | None
+    after_anyway: bool
+    go_on: bool
 
     @property
     def active(self) -> bool:
@@ -87,14 +103,37 @@ class Job:
         return self.folder / "checkpoints"
 
     @property
+    def newest_checkpoint(self) -> int:
+        """The step of the newest complete checkpoint; whether its bytes are unharmed is for the resume to verify."""
+        return max(checkpoint.steps(self.checkpoints), default=0)
+
+    @property
     def has_checkpoint(self) -> bool:
-        """There is a complete checkpoint; whether its bytes are unharmed is for the resume to verify."""
-        return bool(checkpoint.steps(self.checkpoints))
+        return self.newest_checkpoint > 0
+
+    @property
+    def progressed(self) -> bool:
+        """The last attempt came further than the one before: in steps on record, or with its newest checkpoint."""
+        if self.step_before is None or self.checkpoint_before is None:
+            return False
+        return self.step > self.step_before or self.newest_checkpoint > self.checkpoint_before
 
     @property
     def resumable(self) -> bool:
-        """May be resumed from a checkpoint: what a page offers as Resume."""
-        return self.state in RESUMABLE and self.has_checkpoint
+        """What a page offers as Resume: there is a checkpoint, it was paused before its first one, or its folder is
+        gone, which is told when it is asked for (`lost_folder`)."""
+        if self.state not in RESUMABLE:
+            return False
+        return self.state == "paused" or self.has_checkpoint or not self.folder.is_dir()
+
+    @property
+    def lost_folder(self) -> str:
+        """What is said when the folder of a run that did steps is gone; "" while it is there."""
+        if self.folder.is_dir() or not self.step:
+            return ""
+        return (
+            f"The folder of run {self.id}, {self.folder}, is gone, and with it its checkpoints up to step {self.step:,}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

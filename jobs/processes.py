@@ -230,10 +230,24 @@ def _lives(process: psutil.Process) -> bool:
 # ---- how did it end ---------------------------------------------------------------------------------------------
 
 
-def out_of_memory_kills() -> int | None:
-    """How often the kernel's out-of-memory killer struck since boot; None where the system does not tell."""
+def memory_events(pid: int, *, root: Path = Path("/")) -> Path | None:
+    """The file in which the control group (cgroup v2) of a living process counts the killer's strikes; None without."""
     try:
-        text = Path("/proc/vmstat").read_text(encoding="ascii")
+        groups = (root / "proc" / str(pid) / "cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    place = next((line.removeprefix("0::/") for line in groups if line.startswith("0::/")), None)
+    if place is None:
+        return None
+    found = root / "sys" / "fs" / "cgroup" / place / "memory.events"
+    return found if found.is_file() else None
+
+
+def out_of_memory_kills(events: Path | None = None) -> int | None:
+    """How often the kernel's out-of-memory killer struck: in the control group whose `memory_events` these are, else
+    since boot; None where the system does not tell."""
+    try:
+        text = (events or Path("/proc/vmstat")).read_text(encoding="ascii")
     except OSError:
         return None
     for line in text.splitlines():

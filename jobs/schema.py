@@ -202,6 +202,25 @@ def _waits(db: Any) -> None:
     db.execute("CREATE INDEX metrics_streamed ON metrics (job, written_bytes) WHERE written_bytes IS NOT NULL")
 
 
+@migrations(name="0005_going_on")  # type: ignore[untyped-decorator,unused-ignore]
+def _going_on(db: Any) -> None:
+    """What decides whether a job goes on by itself; what it waits for; whether the whole queue is held."""
+    for column in (
+        "resumes INTEGER NOT NULL DEFAULT 0",
+        "losses INTEGER NOT NULL DEFAULT 0",
+        "step_before INTEGER",
+        "checkpoint_before INTEGER",
+        "ended_boot TEXT",
+        "go_on INTEGER NOT NULL DEFAULT 0",
+        "after INTEGER REFERENCES jobs (id)",
+        "after_anyway INTEGER NOT NULL DEFAULT 0",
+    ):
+        db.execute(f"ALTER TABLE jobs ADD COLUMN {column}")
+    db.execute("CREATE INDEX jobs_by_after ON jobs (after) WHERE after IS NOT NULL")
+    db.execute("CREATE TABLE queue (id INTEGER PRIMARY KEY CHECK (id = 1), held_at REAL)")
+    db.execute("INSERT INTO queue (id, held_at) VALUES (1, NULL)")
+
+
 # Append new migrations here. Never change or remove one that was released.
 
 VERSION: Final = len(migrations._migrations)
@@ -211,6 +230,7 @@ def connect(path: Path) -> Any:
     """A sqlite_utils.Database on `path`, WAL, waiting up to BUSY_TIMEOUT_S for a lock, in driver-level autocommit.
 
     On a network file system, where a write-ahead log may lose what was written, a journal is kept instead.
+
     Transactions are opened by hand (BEGIN IMMEDIATE), so that a transaction that will write takes its lock at the
     start and never fails half-way. The connection may be closed from another thread, but is used by one only.
     """

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 from jobs import schema
-from jobs.job import ACTIVE, FINAL, RESUMABLE, Job, JobEvent, Series, State, Streamed
+from jobs.job import ACTIVE, FINAL, RESUMABLE, UNSUCCESSFUL, Job, JobEvent, Series, State, Streamed
 from vramfit.config import RunConfig
 from vramfit.errors import JobError, OutOfDisk
 from vramfit.planning.plan import Forecast
@@ -77,13 +77,20 @@ _JOB_COLUMNS: Final = (
     "id, name, state, attempt, revision, position, foreground, config, forecast, folder, owner, phase, total_steps, "
     "created_at, claimed_at, started_at, finished_at, heartbeat_at, stop_requested_at, final_loss, "
     "coalesce(eval_loss, (SELECT loss FROM evaluations WHERE job = jobs.id ORDER BY step DESC LIMIT 1)) AS eval_loss, "
-    "peak_allocated_bytes, export, failure, remedy, "
+    "peak_allocated_bytes, export, failure, remedy, resumes, losses, step_before, checkpoint_before, after, "
+    "after_anyway, go_on, "
     "coalesce((SELECT max(step) FROM metrics WHERE job = jobs.id), 0) AS step"
 )
 _TABLES_OF_JOBS: Final = ("metrics", "metrics_by_64", "telemetry", "evaluations", "samples", "events", "drifts")
 _UNOWNED: Final = "job NOT IN (SELECT id FROM jobs)"
 _SETTABLE: Final = frozenset(
-    {"owner", "final_loss", "eval_loss", "peak_allocated_bytes", "export", "failure", "remedy"}
+    {"owner", "final_loss", "eval_loss", "peak_allocated_bytes", "export", "failure", "remedy", "ended_boot"}
+)
+# A job that may be started now: nothing it waits for is still to come.
+_CLAIMABLE: Final = (
+    "jobs.state = 'queued' AND (SELECT held_at FROM queue) IS NULL AND (jobs.after IS NULL OR EXISTS ("
+    "SELECT 1 FROM jobs AS first WHERE first.id = jobs.after AND (first.state = 'succeeded' OR (jobs.after_anyway AND "
+    f"first.state IN {tuple(UNSUCCESSFUL)}))))"
 )
 
 
@@ -327,6 +334,8 @@ class Store:
             **{
                 **values,
                 "foreground": bool(values["foreground"]),
+                "after_anyway": bool(values["after_anyway"]),
+                "go_on": bool(values["go_on"]),
                 "config": _config(values["config"]),
                 "forecast": json.loads(values["forecast"]) if values["forecast"] else None,
                 "phase": PhaseProgress(**json.loads(values["phase"])) if values["phase"] else None,
@@ -369,6 +378,10 @@ class Store:
         ).rowcount
         if not changed:
             raise self._refused(id_, state, attempt)
+        if state in UNSUCCESSFUL:
+            self._tell_waiting(db, id_, state)
+        if state in ("paused", "cancelled") and self._one("SELECT 1 FROM jobs WHERE id = ? AND go_on", [id_]):
+            self._enqueue(db, id_)
 
     def _refused(self, id_: int, state: State, attempt: int | None) -> JobError:
         row = self._one("SELECT state, attempt FROM jobs WHERE id = ?", [id_])
@@ -401,25 +414,92 @@ class Store:
             state: State = row["state"]
             if state in ("draft", "queued"):
                 db.execute("UPDATE jobs SET state = ?, finished_at = ? WHERE id = ?", [waiting, now, id_])
+                if waiting in UNSUCCESSFUL:
+                    self._tell_waiting(db, id_, waiting)
                 return waiting
             if state in ("starting", "running") or (state == "pausing" and working == "stopping"):
                 db.execute(
-                    "UPDATE jobs SET state = ?, stop_requested_at = coalesce(stop_requested_at, ?) WHERE id = ?",
+                    "UPDATE jobs SET state = ?, stop_requested_at = coalesce(stop_requested_at, ?), go_on = 0 "
+                    "WHERE id = ?",
                     [working, now, id_],
                 )
                 return working
+            if state in ("pausing", "stopping"):
+                db.execute("UPDATE jobs SET go_on = 0 WHERE id = ?", [id_])  # the last word counts
             return state
 
+    def _tell_waiting(self, db: Any, id_: int, state: State) -> None:
+        """An event for every queued job that waits for this one, which ended without success."""
+        for row in db.execute("SELECT id, after_anyway FROM jobs WHERE after = ? AND state = 'queued'", [id_]):
+            what = (
+                "it starts all the same" if row[1] else f"it waits until run {id_} is resumed, or you start it anyway"
+            )
+            message = f"Run {id_}, which this one comes after, is {state}: {what}."
+            event = Event(time=self.clock(), level="warning", kind="waiting", message=message)
+            _replace(db, "events", [{"job": row[0], **dataclasses.asdict(event)}])
+
     def enqueue(self, id_: int) -> None:
-        """Put a draft, or a job that ended early, (back) at the end of the queue. JobError when it cannot go on."""
+        """Put a draft, or a job that ended early, (back) at the end of the queue. JobError when it cannot go on.
+
+        One that is still ending as asked goes back once it has; one that waits or is at work already stays as it is.
+        """
         with self._write(durable=True) as db:
-            self._transition(db, id_, expected=("draft", *RESUMABLE), state="queued", attempt=None, values={})
+            row = self._one("SELECT state FROM jobs WHERE id = ?", [id_])
+            if row is not None and row["state"] in ("queued", "starting", "running"):
+                return
+            if row is not None and row["state"] in ("pausing", "stopping"):
+                db.execute("UPDATE jobs SET go_on = 1 WHERE id = ?", [id_])
+                return
+            self._enqueue(db, id_)
+
+    def _enqueue(self, db: Any, id_: int) -> None:
+        self._transition(db, id_, expected=("draft", *RESUMABLE), state="queued", attempt=None, values={})
+        db.execute(
+            "UPDATE jobs SET position = (SELECT coalesce(max(position), 0) + 1 FROM jobs), finished_at = NULL, "
+            "stop_requested_at = NULL, failure = NULL, remedy = NULL, foreground = 0, revision = revision + 1, "
+            "resumes = 0, losses = 0, ended_boot = NULL, go_on = 0 WHERE id = ?",
+            [id_],
+        )
+
+    # ---- going on without being asked -------------------------------------------------------------------------
+
+    def go_on(self, id_: int, *, attempt: int) -> int:
+        """Put a job whose trainer was ended from outside back into the queue, in its old place, and count it.
+
+        Returns how often that was by now. Raises JobError when `attempt` is over or the job was stopped meanwhile.
+        """
+        with self._write(durable=True) as db:
+            self._transition(
+                db,
+                id_,
+                expected=("starting", "running", "interrupted"),
+                state="queued",
+                attempt=attempt,
+                values={"owner": None, "failure": None, "remedy": None, "ended_boot": None},
+            )
             db.execute(
-                "UPDATE jobs SET position = (SELECT coalesce(max(position), 0) + 1 FROM jobs), finished_at = NULL, "
-                "stop_requested_at = NULL, failure = NULL, remedy = NULL, foreground = 0, revision = revision + 1 "
-                "WHERE id = ?",
+                "UPDATE jobs SET resumes = resumes + 1, revision = revision + 1, finished_at = NULL, "
+                "stop_requested_at = NULL, phase = NULL WHERE id = ?",
                 [id_],
             )
+            row = self._one("SELECT resumes FROM jobs WHERE id = ?", [id_])
+            assert row is not None
+            return int(row["resumes"])
+
+    def ended_by_restart(self, boot: str) -> list[Job]:
+        """Jobs that saved and ended because the system went down, before the boot `boot`."""
+        where = "state = 'interrupted' AND ended_boot IS NOT NULL AND ended_boot != ?"
+        with self._reported():
+            rows = list(self._db.query(f"SELECT {_JOB_COLUMNS} FROM jobs WHERE {where} ORDER BY position", [boot]))
+        return [self._job(row) for row in rows]
+
+    def count_loss(self, id_: int, *, attempt: int) -> int:
+        """Note that a supervisor died over this attempt. Returns how often since a person last asked for the job."""
+        with self._write(durable=True) as db:
+            db.execute("UPDATE jobs SET losses = losses + 1 WHERE id = ? AND attempt = ?", [id_, attempt])
+            row = self._one("SELECT losses FROM jobs WHERE id = ?", [id_])
+            assert row is not None
+            return int(row["losses"])
 
     def stopping(self, id_: int, *, attempt: int) -> bool:
         """Whether this attempt's trainer should save and end: it was asked to, or is no longer the rightful one."""
@@ -436,7 +516,9 @@ class Store:
     # ---- the supervisor's and trainer's side ------------------------------------------------------------------
 
     def claim_next(self, owner: str) -> Job | None:
-        """Move the first queued job to `starting`, attempt + 1, unless one is active already.
+        """Move the first queued job that waits for no other one to `starting`, attempt + 1.
+
+        None while one is active, or the queue is held.
 
         `owner` must hold the supervisor's lease; JobError when it lost it.
         """
@@ -447,13 +529,13 @@ class Store:
                 raise JobError("Another supervisor holds the lease of this data folder", "Let that one work.")
             if self._one(f"SELECT 1 FROM jobs WHERE state IN {_in(ACTIVE)} LIMIT 1"):
                 return None
-            row = self._one("SELECT id FROM jobs WHERE state = 'queued' ORDER BY position, id LIMIT 1")
+            row = self._one(f"SELECT id FROM jobs WHERE {_CLAIMABLE} ORDER BY position, id LIMIT 1")
             if row is None:
                 return None
             db.execute(
                 "UPDATE jobs SET state = 'starting', attempt = attempt + 1, owner = NULL, phase = ?, claimed_at = ?, "
                 "heartbeat_at = ?, started_at = NULL, finished_at = NULL, stop_requested_at = NULL, failure = NULL, "
-                "remedy = NULL WHERE id = ?",
+                "remedy = NULL, step_before = NULL, checkpoint_before = NULL, go_on = 0 WHERE id = ?",
                 [_json(dataclasses.asdict(PhaseProgress(name="starting"))), now, now, row["id"]],
             )
         return self.job(row["id"])
@@ -482,8 +564,9 @@ class Store:
                 raise self._refused(id_, "running", attempt)
             state: State = "running" if row["state"] == "starting" else row["state"]
             db.execute(
-                "UPDATE jobs SET state = ?, owner = ?, started_at = ?, heartbeat_at = ? WHERE id = ?",
-                [state, owner, now, now, id_],
+                "UPDATE jobs SET state = ?, owner = ?, started_at = ?, heartbeat_at = ?, checkpoint_before = ?, "
+                "step_before = (SELECT coalesce(max(step), 0) FROM metrics WHERE job = jobs.id) WHERE id = ?",
+                [state, owner, now, now, resume_step, id_],
             )
             self._take_back(db, id_, after=resume_step, before_attempt=attempt)
             return state
@@ -609,9 +692,9 @@ class Store:
             db.execute("DELETE FROM leases WHERE name = ? AND owner = ?", [name, owner])
 
     def retire(self, name: str, *, owner: str) -> bool:
-        """Give a lease back if no job waits or is active, in one transaction: no job is left behind. False: one is."""
+        """Give a lease back if no job may start or is active, in one transaction, so that none is left behind."""
         with self._write(durable=True) as db:
-            if self._one(f"SELECT 1 FROM jobs WHERE state IN {_in(('queued', *ACTIVE))} LIMIT 1"):
+            if self._one(f"SELECT 1 FROM jobs WHERE state IN {_in(ACTIVE)} OR ({_CLAIMABLE}) LIMIT 1"):
                 return False
             db.execute("DELETE FROM leases WHERE name = ? AND owner = ?", [name, owner])
             return True

@@ -1,5 +1,6 @@
 """The supervisor: python -m jobs.supervisor --data-dir DIR. Claims queued jobs one by one, starts and watches trainers.
 
+A job whose trainer was ended from outside goes on by itself while it makes progress, a few times; see jobs/death.py.
 One per data folder, by lease. It owns no run: killed, it leaves the trainer at work, and the next supervisor adopts
 it. It leaves by itself when there is nothing to do and no panel was open for a minute.
 """
@@ -19,6 +20,7 @@ from types import FrameType
 from typing import Final, Literal
 
 from jobs import file_systems, processes
+from jobs.death import MOST_LOSSES, cause_of, obstacle
 from jobs.job import Job, State
 from jobs.store import PANEL_LEASE, SUPERVISOR_LEASE, Store
 from vramfit.errors import JobError, UserError
@@ -29,8 +31,6 @@ LEASE_S: Final = 2.0
 LEASE_STALE_S: Final = 30.0  # for a holder on another machine or in another container, where no pid can be checked
 LOG: Final = "supervisor.log"
 LOG_BYTES: Final = 5 * 2**20
-START_TRIES: Final = 3  # a job whose start ends the supervisor again and again is not started for ever
-CRASHES: Final = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGSYS", "SIGTRAP")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,9 @@ class _Trainer:
     who: str | None  # None: spawned by an earlier supervisor and not yet known
     process: subprocess.Popen[bytes] | None  # None: adopted
     since: float
+    events: Path | None  # where the system counts its out-of-memory kills
     kills_before: int | None
+    lost: bool = False  # that a supervisor died over it is counted
     stop_seen_at: float | None = None
     final_seen_at: float | None = None
     pressed: Literal["no", "term", "kill"] = "no"
@@ -101,6 +103,7 @@ class Supervisor:
         self._renewed_at = float("-inf")
         self._panel_beat: float | None = None
         self._busy_at: float | None = None
+        self._dead_before = False  # the supervisor before this one died at work, on this boot
 
     def start(self, *, wait: Callable[[float], None] | None = None) -> bool:
         """Take the lease. False: a living supervisor has it.
@@ -114,7 +117,16 @@ class Supervisor:
             if wait is None or holder != first or (holder is not None and processes.same_boot(holder[0])):
                 return False
             wait(0.5)
+        self._dead_before = first is not None and first[0] != self._who and processes.same_boot(first[0])
+        self._go_on_after_restart()
         return True
+
+    def _go_on_after_restart(self) -> None:
+        """What saved and ended because the machine went down goes on where it was."""
+        for job in self._store.ended_by_restart(processes.boot()):
+            reason = obstacle(job)
+            if reason is None:
+                self._go_on(job, "The machine was started again.")
 
     def _holder_alive(self, who: str, heartbeat_at: float) -> bool:
         return holder_alive(who, heartbeat_at, now=self._store.clock())
@@ -162,14 +174,11 @@ class Supervisor:
 
     def _adopt(self, job: Job, now: float) -> None:
         """An active job from before this supervisor: its trainer lives, or will be found dead in this same round."""
-        self._trainer = _Trainer(
-            job=job.id,
-            attempt=job.attempt,
-            who=job.owner,
-            process=None,
-            since=now,
-            kills_before=processes.out_of_memory_kills(),
-        )
+        self._trainer = _watched(job, job.owner, None, now)
+        if self._dead_before:
+            self._dead_before = False
+            self._trainer.lost = True
+            self._store.count_loss(job.id, attempt=job.attempt)
         say(f"Found job {job.id} {job.state}; watching its trainer ({job.owner}).")
 
     def _bury(self, trainer: _Trainer) -> None:
@@ -184,18 +193,50 @@ class Supervisor:
             late = trainer.pressed != "no"
             self._conclude(job, "cancelled" if job.state == "stopping" else "paused", _stop_note(self._patience, late))
             return
-        if job.started_at is None and trainer.process is None and job.attempt < START_TRIES:
-            # The supervisor died between claiming and starting. The next attempt's number shuts this one out.
-            self._store.transition(job.id, expected=("starting",), state="queued", attempt=job.attempt)
-            self._note(job.id, "queued", "Its trainer never began, because the supervisor was ended; it waits again.")
+        if job.started_at is None and trainer.process is None:
+            self._never_began(trainer, job)
             return
-        self._conclude(job, *_death(trainer, processes.out_of_memory_kills()))
+        death = cause_of(
+            code=trainer.code,
+            kills_before=trainer.kills_before,
+            kills_now=processes.out_of_memory_kills(trainer.events),
+            other_boot=trainer.who is not None and not processes.same_boot(trainer.who),
+        )
+        if not death.again:
+            self._conclude(job, death.state, death.cause)
+            return
+        reason = obstacle(job)
+        if reason is None:
+            self._go_on(job, death.cause)
+        else:
+            self._conclude(job, death.state, f"{death.cause} {reason}".rstrip(), hint=death.remedy)
 
-    def _conclude(self, job: Job, state: State, failure: str | None) -> None:
+    def _never_began(self, trainer: _Trainer, job: Job) -> None:
+        """The supervisor died between claiming and starting. The next attempt's number shuts this one out."""
+        if not trainer.lost:
+            self._store.count_loss(job.id, attempt=job.attempt)
+        job = self._store.job(job.id)
+        if job.losses >= MOST_LOSSES:
+            self._conclude(job, "interrupted", f"Its trainer never began. {obstacle(job)}")
+            return
+        self._store.transition(job.id, expected=("starting",), state="queued", attempt=job.attempt)
+        self._note(job.id, "queued", "Its trainer never began, because the supervisor was ended; it waits again.")
+
+    def _go_on(self, job: Job, cause: str) -> None:
+        """Back into the queue, in its old place: the attempt that follows starts from the newest checkpoint."""
+        where = f"the checkpoint of step {job.newest_checkpoint:,}" if job.has_checkpoint else "the start"
+        with contextlib.suppress(JobError):  # it was stopped, or noted its own end, a moment before
+            times = self._store.go_on(job.id, attempt=job.attempt)
+            most = job.config.output.automatic_resumes
+            self._note(
+                job.id, "resumed", f"{cause} It goes on by itself from {where} (time {times} of at most {most})."
+            )
+
+    def _conclude(self, job: Job, state: State, failure: str | None, *, hint: str = "") -> None:
         remedy = None
         if failure is not None:
             go_on = "Resume goes on from the last checkpoint" if job.has_checkpoint else "Start it again"
-            remedy = f"{go_on}; the log has the details."
+            remedy = f"{hint} {go_on}; the log has the details.".lstrip()
         with contextlib.suppress(JobError):  # the trainer noted its own end a moment before
             self._store.transition(
                 job.id,
@@ -255,14 +296,7 @@ class Supervisor:
             self._conclude(job, "failed", f"The trainer could not be started: {error.strerror or error}.")
             return
         who = processes.identity(process.pid)
-        self._trainer = _Trainer(
-            job=job.id,
-            attempt=job.attempt,
-            who=who,
-            process=process,
-            since=now,
-            kills_before=processes.out_of_memory_kills(),
-        )
+        self._trainer = _watched(job, who, process, now)
         if who is not None:
             self._store.set_owner(job.id, attempt=job.attempt, owner=who)
         say(f"Started job {job.id}, attempt {job.attempt}, pid {process.pid}.")
@@ -307,25 +341,17 @@ def _stop_note(patience: Patience, late: bool) -> str | None:
     )
 
 
-def _death(trainer: _Trainer, kills_now: int | None) -> tuple[State, str]:
-    """State and reason of a trainer that ended without noting its own end."""
-    starved = trainer.kills_before is not None and kills_now is not None and kills_now > trainer.kills_before
-    code = trainer.code
-    if trainer.who is not None and not processes.same_boot(trainer.who):
-        return "interrupted", "The machine was started again while it trained."
-    if starved and code in (None, -9):
-        return "failed", "The machine ran out of memory (RAM) and the system ended the trainer (SIGKILL)."
-    if code is None:
-        return (
-            "interrupted",
-            "The trainer ended without a word; why is not known, as the supervisor that started it was gone.",
-        )
-    if code < 0:
-        name = processes.signal_name(-code)
-        if name in CRASHES:
-            return "failed", f"The trainer crashed ({name})."
-        return "interrupted", f"The trainer was ended from outside ({name})."
-    return "failed", f"The trainer ended with exit code {code} before it could say how the run went."
+def _watched(job: Job, who: str | None, process: subprocess.Popen[bytes] | None, now: float) -> _Trainer:
+    events = None if who is None or not processes.same_boot(who) else processes.memory_events(processes.pid_of(who))
+    return _Trainer(
+        job=job.id,
+        attempt=job.attempt,
+        who=who,
+        process=process,
+        since=now,
+        events=events,
+        kills_before=processes.out_of_memory_kills(events),
+    )
 
 
 def ensure_running(data_dir: Path) -> None:

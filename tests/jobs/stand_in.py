@@ -1,6 +1,7 @@
 """Stand-ins run as real processes by the tests: a trainer without torch, and a supervisor that starts it.
 
 stand_in.py train ID DATA_DIR ATTEMPT       what it does is told by the job's name: "steps=50 delay=0.01 ..."
+    save=10 saves every 10 steps; die_at=15,25 ends attempt 1 at step 15 and attempt 2 at step 25, by=SIGKILL
 stand_in.py supervise DATA_DIR IDLE_S
 """
 
@@ -45,6 +46,8 @@ def train(session: Attempt, resume: bool) -> RunResult:
     """Steps without a model. Saves what a checkpoint's manifest needs, so that resuming knows the step."""
     wishes = dict(word.split("=") for word in session.job.name.split())
     total, delay = int(wishes.get("steps", 20)), float(wishes.get("delay", 0.005))
+    every, deaths = int(wishes.get("save", 0)), [0, *map(int, wishes.get("die_at", "0").split(","))]
+    die_at = deaths[session.job.attempt] if session.job.attempt < len(deaths) else 0
     mishap(session, wishes)
     done = max(checkpoint.steps(session.job.checkpoints), default=0) if resume else 0
     session.recorder.phase(PhaseProgress(name="training", done=done, total=total))
@@ -53,11 +56,16 @@ def train(session: Attempt, resume: bool) -> RunResult:
         time.sleep(delay)
         session.recorder.steps([metrics(done)])
         print(f"step {done}", flush=True)
+        if every and done % every == 0:
+            save(session, done)
+        if done == die_at:
+            session.recorder.flush()
+            if wishes.get("by") == "exit":
+                os._exit(7)
+            os.kill(os.getpid(), signal.Signals[wishes.get("by", "SIGKILL")])
     stopped = done < total
     if stopped:
-        folder = session.job.checkpoints / f"step-{done:08d}"
-        folder.mkdir(parents=True)
-        (folder / checkpoint.MANIFEST).write_text("{}", encoding="utf-8")
+        save(session, done)
     return RunResult(
         steps=done,
         total_steps=total,
@@ -67,6 +75,12 @@ def train(session: Attempt, resume: bool) -> RunResult:
         peak_allocated_bytes=1000 + done,
         export=None,
     )
+
+
+def save(session: Attempt, step: int) -> None:
+    folder = session.job.checkpoints / f"step-{step:08d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / checkpoint.MANIFEST).write_text("{}", encoding="utf-8")
 
 
 def mishap(session: Attempt, wishes: dict[str, str]) -> None:

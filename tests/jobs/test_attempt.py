@@ -47,6 +47,11 @@ class OutOfMemoryError(RuntimeError):
         ),
         (OSError(errno.ENOSPC, "No space left on device", "/x/y"), "The disk is full: /x/y.", 2),
         (OSError(errno.EIO, "Input/output error"), "Unexpected error (OSError: [Errno 5] Input/output error).", 1),
+        (
+            RuntimeError("CUDA error: uncorrectable ECC error encountered\nDetails"),
+            "The card was lost while it trained: CUDA error: uncorrectable ECC error encountered.",
+            2,
+        ),
         (KeyError(), "Unexpected error (KeyError).", 1),
     ],
 )
@@ -54,6 +59,11 @@ def test_every_exception_becomes_a_sentence(error: Exception, what: str, code: i
     failure = explain(error)
     assert (failure.what, failure.code) == (what, code)
     assert failure.remedy.endswith(".")
+
+
+def test_a_lost_card_interrupts_and_a_bug_that_speaks_of_one_does_not() -> None:
+    assert explain(RuntimeError("UR error: UR_RESULT_ERROR_DEVICE_LOST")).state == "interrupted"
+    assert explain(ValueError("device lost")).state == "failed"
 
 
 @pytest.fixture

@@ -129,3 +129,17 @@ def test_what_linux_tells() -> None:
     assert processes.out_of_memory_kills() is not None
     assert processes.signal_name(9) == "SIGKILL"
     assert processes.signal_name(999) == "signal 999"
+
+
+def test_the_killer_s_strikes_are_counted_in_the_process_s_own_control_group(tmp_path: Path) -> None:
+    group = tmp_path / "sys" / "fs" / "cgroup" / "user.slice" / "run 1.scope"
+    group.mkdir(parents=True)
+    (tmp_path / "proc" / "7").mkdir(parents=True)
+    (tmp_path / "proc" / "7" / "cgroup").write_text("4:memory:/old\n0::/user.slice/run 1.scope\n", encoding="utf-8")
+    assert processes.memory_events(7, root=tmp_path) is None, "no memory controller here"
+    (group / "memory.events").write_text("low 0\nhigh 5\nmax 9\noom 2\noom_kill 3\n", encoding="utf-8")
+    found = processes.memory_events(7, root=tmp_path)
+    assert found == group / "memory.events"
+    assert processes.out_of_memory_kills(found) == 3
+    assert processes.memory_events(8, root=tmp_path) is None
+    assert processes.out_of_memory_kills(tmp_path / "gone") is None

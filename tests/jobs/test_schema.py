@@ -20,6 +20,7 @@ RELEASED = {
     "0002_metrics_by_64": "694b42",
     "0003_drifts_and_heat": "2ea786",
     "0004_waits": "92c8f0",
+    "0005_going_on": "b0f0b3",
 }
 
 

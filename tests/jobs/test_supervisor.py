@@ -17,14 +17,24 @@ import pytest
 from jobs import processes
 from jobs.store import SUPERVISOR_LEASE, Store
 from jobs.supervisor import LEASE_STALE_S, Patience, Supervisor, ensure_running, holder_alive
-from vramfit.config import RunConfig
+from vramfit.config import OutputChoice, RunConfig
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
+NO_STEP = "It does not go on by itself, because no step was done."
 HASTY = Patience(stop=1.0, term=1.0, start=1.0, leave=1.0, idle=5.0)
 
 
 def add(store: Store, **wishes: object) -> int:
     return store.add_job(RunConfig(name=" ".join(f"{key}={value}" for key, value in wishes.items())))
+
+
+def add_mortal(store: Store, *, automatic_resumes: int = 3, **wishes: object) -> int:
+    name = " ".join(f"{key}={value}" for key, value in {"steps": 60, "save": 10, **wishes}.items())
+    return store.add_job(RunConfig(name=name, output=OutputChoice(automatic_resumes=automatic_resumes)))
+
+
+def told(store: Store, id_: int, kind: str) -> list[str]:
+    return [event.message for event in store.events(id_) if event.kind == kind]
 
 
 def claim_and_vanish(store: Store) -> None:
@@ -81,8 +91,8 @@ def test_a_waiting_job_is_starting_after_one_round(store: Store, drive: Callable
         ("user", "failed", "The data set holds 0 rows."),
         ("bug", "failed", "Unexpected error (ValueError: seven is not a colour)."),
         ("memory", "failed", "The machine ran out of memory: no more could be had."),
-        ("kill", "interrupted", "The trainer was ended from outside (SIGKILL)."),
-        ("crash", "failed", "The trainer crashed (SIGSEGV)."),
+        ("kill", "interrupted", f"The trainer was ended from outside (SIGKILL). {NO_STEP}"),
+        ("crash", "interrupted", f"The trainer crashed (SIGSEGV). {NO_STEP}"),
         ("exit", "failed", "The trainer ended with exit code 7 before it could say how the run went."),
     ],
 )
@@ -210,7 +220,7 @@ def test_a_restart_of_the_machine_interrupts(store: Store, drive: Callable[..., 
     claim_and_vanish(store)
     store.begin_attempt(id_, attempt=1, owner=f"another-boot|{os.getpid()}|1")
     job = drive().until_over(id_)
-    assert (job.state, job.failure) == ("interrupted", "The machine was started again while it trained.")
+    assert (job.state, job.failure) == ("interrupted", f"The machine was started again while it trained. {NO_STEP}")
 
 
 def test_a_job_whose_supervisor_died_before_spawning_waits_again(store: Store, drive: Callable[..., object]) -> None:
@@ -326,3 +336,124 @@ def test_it_gives_way_when_its_lease_was_taken(store: Store) -> None:
     assert supervisor.start()
     assert store.take_lease(SUPERVISOR_LEASE, owner="another", alive=lambda *_: False)
     assert not supervisor.step(0.0)
+
+
+# ---- going on by itself -----------------------------------------------------------------------------------------
+
+posix = pytest.mark.skipif(os.name == "nt", reason="ends processes with signals")
+
+
+@posix
+def test_a_killed_trainer_goes_on_by_itself_without_gap_or_double(store: Store, drive: Callable[..., object]) -> None:
+    id_ = add_mortal(store, die_at="15,35")
+    job = drive().until_over(id_)
+    assert (job.state, job.attempt, job.resumes, job.failure) == ("succeeded", 3, 2, None)
+    assert recorded_steps(store, id_) == list(range(1, 61))
+    assert told(store, id_, "resumed") == [
+        "The trainer was ended from outside (SIGKILL). It goes on by itself from the checkpoint of step 10 "
+        "(time 1 of at most 3).",
+        "The trainer was ended from outside (SIGKILL). It goes on by itself from the checkpoint of step 30 "
+        "(time 2 of at most 3).",
+    ]
+
+
+@posix
+def test_a_crash_goes_on_by_itself_and_before_another_waiting_job(store: Store, drive: Callable[..., object]) -> None:
+    id_, other = add_mortal(store, die_at="15", by="SIGSEGV"), add(store, steps=1)
+    driven = drive()
+    driven.until_over(other)
+    assert store.job(id_).state == "succeeded"
+    assert store.job(id_).finished_at <= store.job(other).claimed_at
+
+
+@posix
+def test_it_goes_on_by_itself_at_most_as_often_as_set(store: Store, drive: Callable[..., object]) -> None:
+    id_ = add_mortal(store, die_at="15,25,35,45,55", automatic_resumes=2)
+    driven = drive()
+    job = driven.until_over(id_)
+    assert (job.state, job.attempt, job.step) == ("interrupted", 3, 35)
+    assert "(SIGKILL). It went on by itself 2 times, which is the most that was set" in job.failure
+    assert job.remedy.startswith("Resume goes on from the last checkpoint")
+    store.enqueue(id_)  # a person asks for it: the count begins again
+    job = driven.until_over(id_)
+    assert (job.state, job.attempt, job.resumes) == ("succeeded", 6, 2)
+
+
+@posix
+def test_without_progress_it_does_not_go_on_by_itself(store: Store, drive: Callable[..., object]) -> None:
+    id_ = add_mortal(store, die_at="15,15")
+    job = drive().until_over(id_)
+    assert (job.state, job.attempt, job.resumes) == ("interrupted", 2, 1)
+    assert "because the start before had come to step 15 too" in job.failure
+
+
+@posix
+def test_death_before_the_first_checkpoint_goes_on_from_the_start(store: Store, drive: Callable[..., object]) -> None:
+    id_ = add_mortal(store, die_at="5")
+    assert drive().until_over(id_).state == "succeeded"
+    assert recorded_steps(store, id_) == list(range(1, 61))
+    assert "It goes on by itself from the start (time 1" in told(store, id_, "resumed")[0]
+
+
+@posix
+@pytest.mark.parametrize(("wishes", "state"), [({"automatic_resumes": 0}, "interrupted"), ({"by": "exit"}, "failed")])
+def test_switched_off_or_ended_by_itself_it_stays_ended(
+    store: Store, drive: Callable[..., object], wishes: dict[str, object], state: str
+) -> None:
+    id_ = add_mortal(store, die_at="15", **wishes)
+    job = drive().until_over(id_)
+    assert (job.state, job.attempt, job.resumable) == (state, 1, True)
+    assert job.failure in (
+        "The trainer was ended from outside (SIGKILL).",
+        "The trainer ended with exit code 7 before it could say how the run went.",
+    )
+
+
+def test_a_job_whose_start_ended_the_supervisor_twice_is_parked(store: Store, drive: Callable[..., object]) -> None:
+    id_ = add(store, steps=2)
+    for _ in range(2):
+        claim_and_vanish(store)
+        driven = drive(HASTY)
+        driven.until(lambda: not store.job(id_).active)
+    job = store.job(id_)
+    assert (job.state, job.attempt, job.losses) == ("interrupted", 2, 2)
+    assert "The supervisor of the queue died 2 times over this run, so it is parked" in job.failure
+    for _ in range(10):
+        driven.supervisor.step(driven.now)
+    assert store.job(id_).attempt == 2, "never claimed again by itself"
+    store.enqueue(id_)
+    assert driven.until_over(id_).state == "succeeded"
+
+
+@posix
+def test_a_run_that_lost_two_supervisors_lives_on_but_is_not_resumed_by_itself(
+    store: Store, data_dir: Path, drive: Callable[..., object], eventually: Callable[..., None]
+) -> None:
+    id_ = add_mortal(store, steps=2000, delay=0.02)
+    for losses in range(2):
+        doomed = subprocess.Popen([sys.executable, str(STAND_IN), "supervise", str(data_dir), "60"])
+        eventually(lambda n=losses: store.job(id_).step >= 1 and store.job(id_).losses == n)
+        doomed.send_signal(signal.SIGKILL)
+        doomed.wait()
+    driven = drive()
+    driven.until(lambda: store.job(id_).losses == 2)
+    assert store.job(id_).attempt == 1
+    os.kill(processes.pid_of(store.job(id_).owner), signal.SIGKILL)
+    job = driven.until_over(id_)
+    assert job.state == "interrupted"
+    assert "died 2 times over this run, so it is parked" in job.failure
+
+
+def test_what_a_restart_of_the_machine_ended_in_peace_goes_on(store: Store, drive: Callable[..., object]) -> None:
+    ids = [add(store, steps=20), add(store, steps=20)]
+    driven = drive()
+    for id_, boot in zip(ids, ("another-boot", processes.boot()), strict=True):
+        store.transition(id_, expected=("queued",), state="interrupted", failure="Asked to end.", ended_boot=boot)
+    with store._write(durable=False) as db:  # as if an attempt had come to step 7
+        db.execute("UPDATE jobs SET attempt = 1, step_before = 0, checkpoint_before = 0")
+        for id_ in ids:
+            db.execute("INSERT INTO metrics (job, step, attempt, time) VALUES (?, 7, 1, 1)", [id_])
+    driven.supervisor.stop()
+    drive().until_over(ids[0])
+    assert [store.job(id_).state for id_ in ids] == ["succeeded", "interrupted"]
+    assert told(store, ids[0], "resumed")[0].startswith("The machine was started again. It goes on by itself")

@@ -76,6 +76,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "output.checkpoint_every": ("Save every (steps)", "auto: about ten times a run."),
     "output.keep_checkpoints": ("Checkpoints kept", "Older ones are deleted."),
     "output.keep_best": ("Keep the best", "The checkpoint with the best test loss is kept and exported."),
+    "output.automatic_resumes": ("Automatic resumes", "After a crash or restart, while it made progress. 0: never."),
     "output.evaluate_every": ("Test every (steps)", "auto: about ten times a run; 0: never."),
     "output.prompts": ("Prompts", "Beginnings to be continued before and after, one a line. Empty: from the data."),
     "output.sample_tokens": ("Tokens per sample", "Length of the generated texts. 0: none."),

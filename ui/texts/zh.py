@@ -68,6 +68,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "output.checkpoint_every": ("每几步保存", "auto：全程约十次。"),
     "output.keep_checkpoints": ("保留检查点", "更早的会被删除。"),
     "output.keep_best": ("保留最好的", "保留并导出测试损失最低的检查点。"),
+    "output.automatic_resumes": ("自动继续次数", "崩溃或重启后，只要有进展就继续。0：从不。"),
     "output.evaluate_every": ("每几步测试", "auto：全程约十次；0：不测试。"),
     "output.prompts": ("提示", "训练前后各续写一次的开头，每行一个。留空：取自数据。"),
     "output.sample_tokens": ("样本词元数", "生成文本的长度。0：不生成。"),
