@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vramfit.config import RunConfig
-from vramfit.engine.heap import keep_freed_memory
+from vramfit.engine.heap import keep_freed_memory, return_freed_memory
 from vramfit.engine.optimizers import build_host_optimizer, build_optimizer
 from vramfit.engine.resident import ResidentExecutor
 from vramfit.errors import ConfigError, Problem
@@ -46,6 +46,8 @@ def _streaming(config: RunConfig, plan: Plan, *, folder: Path, start_file: Path,
 
     _check(config)
     quiet_transformers()
+    if plan.device == "cpu":
+        return_freed_memory()
     if not config.trains_adapter:
         return _streaming_all(config, plan, scratch=folder / SCRATCH)
     model, visits = open_streamed(

@@ -76,3 +76,29 @@ print(kept - psutil.Process().memory_info().rss)
 def test_what_is_kept_can_be_given_back():
     made = subprocess.run([sys.executable, "-c", GIVEN_BACK], capture_output=True, text=True, check=True)
     assert int(made.stdout.split()[-1]) > 150 * 2**20  # of 200 MiB
+
+
+RETURNED = """
+import sys, psutil, torch
+from vramfit.engine.heap import return_freed_memory
+if "return" in sys.argv:
+    assert return_freed_memory()
+torch.ones(7 * 2**20)  # the C library learns that pieces of 28 MiB come and go
+pieces = [(torch.ones(4 * 2**18), torch.ones(2**14)) for _ in range(50)]
+most = psutil.Process().memory_info().rss
+stays = [small for _, small in pieces]  # between them
+del pieces
+print(most - psutil.Process().memory_info().rss)
+"""
+
+
+@gnu
+def test_what_is_freed_goes_back_at_once():
+    given = {
+        how: int(
+            subprocess.run([sys.executable, "-c", RETURNED, *how], capture_output=True, text=True).stdout.split()[-1]
+        )
+        for how in ((), ("return",))
+    }
+    assert given["return",] > 180 * 2**20  # of 200 MiB
+    assert given[()] < 100 * 2**20
