@@ -49,7 +49,7 @@ class Job:
     `resumes` counts how often it went on by itself since a person last asked for it, `losses` how often its supervisor
     died over it. `step_before` and `checkpoint_before` are the last step on record and the newest checkpoint when the
     last attempt began, None while it has not. `after` is the job that has to succeed first, with `after_anyway` only to
-    end. `go_on`: once it has ended as asked, it goes back into the queue.
+    end; `after_state` is the state of that one. `go_on`: once it has ended as asked, it goes back into the queue.
     """
 
     id: int
@@ -84,6 +84,7 @@ class Job:
     checkpoint_before: int | None
     after: int | None
     after_anyway: bool
+    after_state: State | None
     go_on: bool
 
     @property
@@ -125,6 +126,13 @@ class Job:
         if self.state not in RESUMABLE:
             return False
         return self.state == "paused" or self.has_checkpoint or not self.folder.is_dir()
+
+    @property
+    def blocked(self) -> bool:
+        """It waits for another job, which has not ended in the way that this one needs."""
+        if self.state != "queued" or self.after is None or self.after_state == "succeeded":
+            return False
+        return not (self.after_anyway and self.after_state in UNSUCCESSFUL)
 
     @property
     def lost_folder(self) -> str:

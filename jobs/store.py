@@ -78,7 +78,7 @@ _JOB_COLUMNS: Final = (
     "created_at, claimed_at, started_at, finished_at, heartbeat_at, stop_requested_at, final_loss, "
     "coalesce(eval_loss, (SELECT loss FROM evaluations WHERE job = jobs.id ORDER BY step DESC LIMIT 1)) AS eval_loss, "
     "peak_allocated_bytes, export, failure, remedy, resumes, losses, step_before, checkpoint_before, after, "
-    "after_anyway, go_on, "
+    "after_anyway, (SELECT state FROM jobs AS first WHERE first.id = jobs.after) AS after_state, go_on, "
     "coalesce((SELECT max(step) FROM metrics WHERE job = jobs.id), 0) AS step"
 )
 _TABLES_OF_JOBS: Final = ("metrics", "metrics_by_64", "telemetry", "evaluations", "samples", "events", "drifts")
@@ -245,11 +245,23 @@ class Store:
     # ---- jobs -------------------------------------------------------------------------------------------------
 
     def add_job(
-        self, config: RunConfig, *, forecast: Forecast | Mapping[str, Any] | None = None, draft: bool = False
+        self,
+        config: RunConfig,
+        *,
+        forecast: Forecast | Mapping[str, Any] | None = None,
+        draft: bool = False,
+        after: int | None = None,
+        after_anyway: bool = False,
     ) -> int:
-        """Put a run at the end of the queue (or aside, as a draft) and make its folder. Returns the job's id."""
+        """Put a run at the end of the queue (or aside, as a draft) and make its folder. Returns the job's id.
+
+        `after`: it starts once that job has succeeded, with `after_anyway` also when it has ended without success.
+        """
         with _folders_undone() as made, self._write(durable=True) as db:
-            return self._insert(db, config, state="draft" if draft else "queued", forecast=forecast, made=made)
+            id_ = self._insert(db, config, state="draft" if draft else "queued", forecast=forecast, made=made)
+            if after is not None:
+                self._set_after(db, id_, after, anyway=after_anyway)
+            return id_
 
     def begin_foreground(
         self, config: RunConfig, *, owner: str, forecast: Forecast | Mapping[str, Any] | None = None
@@ -291,12 +303,20 @@ class Store:
                 except FileExistsError:  # left by a database that was deleted: never write into someone else's run
                     number += 1
                     folder = wanted.with_name(f"{wanted.name}-{number}")
-            (folder / "config.json").write_text(config.to_json(), encoding="utf-8")
         except OSError as error:
-            raise JobError(
-                f"The run's folder {folder} cannot be written: {error.strerror}", "Free some room, or check its rights."
-            ) from error
+            raise _unwritable(folder, error) from error
+        self._write_config(folder, config)
         return folder
+
+    def _write_config(self, folder: Path, config: RunConfig) -> None:
+        """config.json is what was asked for, for people; the database holds what counts."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            partial = folder / "config.json.partial"
+            partial.write_text(config.to_json(), encoding="utf-8")
+            partial.replace(folder / "config.json")
+        except OSError as error:
+            raise _unwritable(folder, error) from error
 
     def job(self, id_: int) -> Job:
         """The job as it is now. Raises JobError when there is none with this number."""
@@ -323,6 +343,107 @@ class Store:
         with self._reported():
             rows = self._db.execute("SELECT id FROM jobs WHERE state = 'queued' ORDER BY position, id")
             return [int(row[0]) for row in rows]
+
+    def queued_jobs(self, limit: int = 200) -> list[Job]:
+        """The first `limit` queued jobs, in the order in which they will start."""
+        sql = f"SELECT {_JOB_COLUMNS} FROM jobs WHERE state = 'queued' ORDER BY position, id LIMIT ?"
+        with self._reported():
+            rows = list(self._db.query(sql, [limit]))
+        return [self._job(row) for row in rows]
+
+    # ---- the order of the queue -------------------------------------------------------------------------------
+
+    def set_after(self, id_: int, after: int | None, *, anyway: bool = False) -> None:
+        """Let a job that has not started wait for another one (None: for none). Raises JobError for a circle."""
+        with self._write(durable=True) as db:
+            self._set_after(db, id_, after, anyway=anyway)
+
+    def _set_after(self, db: Any, id_: int, after: int | None, *, anyway: bool) -> None:
+        row = self._one("SELECT state FROM jobs WHERE id = ?", [id_])
+        if row is None:
+            raise _no_job(id_)
+        if row["state"] not in ("draft", "queued"):
+            raise JobError(f"Job {id_} is {row['state']}, so it cannot wait for another one", "Choose a waiting job.")
+        link = after
+        while link is not None:
+            if link == id_:
+                raise JobError(
+                    f"Job {id_} cannot come after job {after}, which itself waits for job {id_}", "Choose another one."
+                )
+            found = self._one("SELECT after FROM jobs WHERE id = ?", [link])
+            if found is None:
+                raise _no_job(link)
+            link = found["after"]
+        db.execute(
+            "UPDATE jobs SET after = ?, after_anyway = ? WHERE id = ?", [after, after is not None and anyway, id_]
+        )
+
+    def move(self, id_: int, *, later: bool) -> None:
+        """Change places with the next queued job, or the one before. At the end of the queue nothing happens.
+
+        Raises JobError when the job does not wait.
+        """
+        with self._write(durable=True) as db:
+            row = self._one("SELECT position FROM jobs WHERE id = ? AND state = 'queued'", [id_])
+            if row is None:
+                raise self._refused(id_, "queued", None)
+            sign, order = (">", "") if later else ("<", "DESC")
+            other = self._one(
+                f"SELECT id, position FROM jobs WHERE state = 'queued' AND (position, id) {sign} (?, ?) "
+                f"ORDER BY position {order}, id {order} LIMIT 1",
+                [row["position"], id_],
+            )
+            if other is None:
+                return
+            for moved, position in ((id_, other["position"]), (other["id"], row["position"])):
+                db.execute("UPDATE jobs SET position = ? WHERE id = ?", [position, moved])
+
+    def duplicate(self, id_: int) -> int:
+        """Queue the same settings once more, at the end. Returns the new job's id."""
+        job = self.job(id_)
+        return self.add_job(job.config, forecast=job.forecast)
+
+    def replace_config(
+        self, id_: int, config: RunConfig, *, forecast: Forecast | Mapping[str, Any] | None = None
+    ) -> None:
+        """Put other settings in the place of those of a job that waits and has done no step. Raises JobError."""
+        values = _forecast_values(forecast)
+        with self._write(durable=True) as db:
+            row = self._one(
+                "SELECT folder FROM jobs WHERE id = ? AND state IN ('draft', 'queued') "
+                "AND NOT EXISTS (SELECT 1 FROM metrics WHERE job = jobs.id)",
+                [id_],
+            )
+            if row is None:
+                state = self.job(id_).state
+                raise JobError(
+                    f"Run {id_} has begun (it is {state}), so its settings stay as they are",
+                    "Press Start again to queue these settings as a new run.",
+                )
+            db.execute(
+                "UPDATE jobs SET name = ?, config = ?, forecast = ?, total_steps = ? WHERE id = ?",
+                [
+                    config.name.strip() or _default_name(config),
+                    config.to_json(),
+                    _json(values),
+                    int((values or {}).get("steps") or 0),
+                    id_,
+                ],
+            )
+            self._write_config(self.data_dir / row["folder"], config)
+
+    def hold_queue(self, held: bool) -> None:
+        """Start no further job until the queue is let go again. What is at work goes on."""
+        with self._write(durable=True) as db:
+            db.execute("UPDATE queue SET held_at = ? WHERE id = 1", [self.clock() if held else None])
+
+    @property
+    def queue_held(self) -> bool:
+        with self._reported():
+            row = self._one("SELECT held_at FROM queue WHERE id = 1")
+        return row is not None and row["held_at"] is not None
+
+    # ---- rows -------------------------------------------------------------------------------------------------
 
     def _one(self, sql: str, values: Sequence[Any] = ()) -> dict[str, Any] | None:
         return next(iter(self._db.query(sql, values)), None)
@@ -940,6 +1061,12 @@ def _slug(name: str) -> str:
     plain = unicodedata.normalize("NFC", name).lower()
     words = "".join(letter if letter.isalnum() else " " for letter in plain).split()
     return "-".join(words)[:40].strip("-") or "run"
+
+
+def _unwritable(folder: Path, error: OSError) -> JobError:
+    return JobError(
+        f"The run's folder {folder} cannot be written: {error.strerror}", "Free some room, or check its rights."
+    )
 
 
 def _no_job(id_: int) -> JobError:
