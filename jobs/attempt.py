@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, Self
 from jobs import processes
 from jobs.job import Job, State
 from jobs.store import Store
-from vramfit.errors import InternalError, UserError, VramfitError
+from vramfit.errors import InternalError, OutOfDisk, UserError, VramfitError
 from vramfit.hardware.devices import Device, probe
 from vramfit.hardware.telemetry import Sampler
 from vramfit.training.health import Watches, watches_of_machine
@@ -179,8 +179,16 @@ class Attempt:
                 remedy="Resume goes on from the last checkpoint.",
             )
             return 1
+        if _is_disk_full(error):
+            return self._wait_for_room(explain(error))
         failure = explain(error)
         self._end(failure.state, failure=failure.what, remedy=failure.remedy)
+        return failure.code
+
+    def _wait_for_room(self, failure: Failure) -> int:
+        """The disk is full: the run waits, its older checkpoints untouched, until somebody made room and resumes it."""
+        stopping = self.store.job(self.job.id).state == "stopping"
+        self._end("cancelled" if stopping else "paused", failure=failure.what, remedy=failure.remedy)
         return failure.code
 
     def _end_stopped(self, *, steps: int, **values: Any) -> None:
@@ -245,15 +253,29 @@ def explain(error: BaseException) -> Failure:
             code=2,
             state="interrupted",
         )
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
+    if _is_disk_full(error):
         return Failure(
-            what=_sentence(f"The disk is full: {error.filename or text}"),
+            what=_sentence(f"The disk is full: {getattr(error, 'filename', None) or text}"),
             remedy="Free some room and resume the run; checkpoints saved so far are kept.",
+            code=2,
+        )
+    if isinstance(error, OSError) and error.errno in (errno.EIO, errno.EROFS):
+        return Failure(
+            what=_sentence(
+                f"The disk did not do what was asked of it ({error.strerror}: {error.filename or 'a file'})"
+            ),
+            remedy="Check the drive, then resume the run; checkpoints saved so far are kept.",
             code=2,
         )
     return Failure(
         what=_sentence(f"Unexpected error ({type(error).__name__}{': ' + text if text else ''})"), remedy=log, code=1
     )
+
+
+def _is_disk_full(error: BaseException) -> bool:
+    """No room left, or the quota used up: what a person can cure, and the run then go on from."""
+    full = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
+    return isinstance(error, OutOfDisk) or (isinstance(error, OSError) and error.errno in full)
 
 
 def _is_out_of_memory(error: BaseException, text: str) -> bool:

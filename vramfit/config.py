@@ -159,12 +159,15 @@ class MemoryWishes(Part):
 
 
 class OutputChoice(Part):
-    """What is kept. Cadences count optimizer steps; "auto" is about ten a run. 0 turns evaluation off. `keep_best`
-    keeps the checkpoint of the best evaluation beside the newest ones, and exports that one. `automatic_resumes` is how
-    often a run in the queue goes on by itself after its process was ended from outside and had made progress."""
+    """What is kept. Cadences count optimizer steps; "auto" is about ten a run. 0 turns evaluation off.
+    `keep_every` saves a checkpoint at every multiple of so many steps and keeps it for good, beside the newest
+    `keep_checkpoints`; 0: none. `keep_best` keeps the checkpoint of the best evaluation, too, and exports that one.
+    `automatic_resumes` is how often a run in the queue goes on by itself after its process was ended from outside and
+    had made progress."""
 
     checkpoint_every: Annotated[int, Field(ge=1, le=100_000_000)] | Auto = "auto"
     keep_checkpoints: Annotated[int, Field(ge=1, le=1000)] = 2
+    keep_every: Annotated[int, Field(ge=0, le=100_000_000)] = 0
     keep_best: bool = False
     automatic_resumes: Annotated[int, Field(ge=0, le=100)] = 3
     evaluate_every: Annotated[int, Field(ge=0, le=100_000_000)] | Auto = "auto"

@@ -14,7 +14,7 @@ from jobs.attempt import Attempt, explain, insist
 from jobs.run_job import run
 from jobs.store import SUPERVISOR_LEASE, Store
 from vramfit.config import RunConfig
-from vramfit.errors import CheckpointError, InternalError, JobError, WontFit
+from vramfit.errors import CheckpointError, InternalError, JobError, OutOfDisk, WontFit
 from vramfit.training.health import watches_of_machine
 from vramfit.training.metrics import RunResult, StepMetrics, Telemetry
 from vramfit.units import GIB
@@ -46,7 +46,16 @@ class OutOfMemoryError(RuntimeError):
             2,
         ),
         (OSError(errno.ENOSPC, "No space left on device", "/x/y"), "The disk is full: /x/y.", 2),
-        (OSError(errno.EIO, "Input/output error"), "Unexpected error (OSError: [Errno 5] Input/output error).", 1),
+        (
+            OSError(errno.EMFILE, "Too many open files"),
+            "Unexpected error (OSError: [Errno 24] Too many open files).",
+            1,
+        ),
+        (
+            OSError(errno.EIO, "Input/output error", "/x/y"),
+            "The disk did not do what was asked of it (Input/output error: /x/y).",
+            2,
+        ),
         (
             RuntimeError("CUDA error: uncorrectable ECC error encountered\nDetails"),
             "The card was lost while it trained: CUDA error: uncorrectable ECC error encountered.",
@@ -64,6 +73,35 @@ def test_every_exception_becomes_a_sentence(error: Exception, what: str, code: i
 def test_a_lost_card_interrupts_and_a_bug_that_speaks_of_one_does_not() -> None:
     assert explain(RuntimeError("UR error: UR_RESULT_ERROR_DEVICE_LOST")).state == "interrupted"
     assert explain(ValueError("device lost")).state == "failed"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfDisk("The disk filled up while a checkpoint of 3 GiB was written", "Free some space and resume the run."),
+        OSError(errno.ENOSPC, "No space left on device", "/x/y"),
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+    ],
+)
+@pytest.mark.parametrize(("asked", "state"), [(False, "paused"), (True, "cancelled")])
+def test_a_full_disk_pauses_the_run_with_the_remedy_and_resume_goes_on(
+    store: Store, job: int, error: Exception, asked: bool, state: str
+) -> None:
+    def fail(session: Attempt, resume: bool) -> RunResult:
+        if asked:
+            store.request_stop(job)
+        raise error
+
+    assert run(store, job, attempt=1, train=fail) == 2
+    found = store.job(job)
+    assert found.state == state
+    assert "disk" in (found.failure or "").lower()
+    assert "resume the run" in (found.remedy or "")
+    assert found.owner is None
+    store.enqueue(job)
+    store.claim_next("me")
+    assert run(store, job, attempt=2, train=lambda session, resume: result(stopped=False)) == 0
+    assert (store.job(job).state, store.job(job).failure) == ("succeeded", None)
 
 
 @pytest.fixture

@@ -152,7 +152,7 @@ def train(
         run.step(done)
         stopped = should_stop()
         better = run.is_due(done, run.evaluate_every) and run.evaluate(done)
-        if stopped or run.improves_no_more or run.is_due(done, run.checkpoint_every) or (better and run.keeps_best):
+        if stopped or run.improves_no_more or run.saves_after(done) or (better and run.keeps_best):
             run.save(done)
         recorder.phase(PhaseProgress(name="training", done=done, total=order.total_steps, unit="steps"))
 
@@ -333,11 +333,13 @@ class _Run:
             },
             keep=self.config.output.keep_checkpoints,
             best=self.health.evaluations.best_step if self.keeps_best else None,
+            keep_every=self.config.output.keep_every,
         )
         self._say("info", "checkpoint", f"Checkpoint saved at step {step}.", step=step)
 
     def resume(self) -> int:
         """Load the newest complete checkpoint and return its step; 0 when the run has none yet."""
+        checkpoint.sweep(self.folder / CHECKPOINTS)
         found = checkpoint.newest(self.folder / CHECKPOINTS)
         if found is None:
             self._say("info", "resume", "There is no checkpoint yet: the run starts from the beginning.")
@@ -345,13 +347,19 @@ class _Run:
         for reason in found.damaged:
             self._say("warning", "resume", f"A newer checkpoint was passed over: {reason}.")
         saved = found.checkpoint
-        self._check_identity(saved.values["identity"])
-        self.executor.load_state(saved.tensors, saved.values["executor"])
-        self.final_loss, self.eval_loss = saved.values.get("final_loss"), saved.values["eval_loss"]
-        self.peak_allocated_bytes = saved.values.get("peak_allocated_bytes", 0)
-        self.health.evaluations.load_state(saved.values.get("evaluations", {}))
-        # Memory that is free now must not change the last bits, nor the dropout: only less of it makes smaller ones.
-        self.micro_batch = min(self.micro_batch, saved.values.get("micro_batch", self.micro_batch))
+        try:
+            self._check_identity(saved.values["identity"])
+            self.executor.load_state(saved.tensors, saved.values["executor"])
+            self.final_loss, self.eval_loss = saved.values.get("final_loss"), saved.values["eval_loss"]
+            self.peak_allocated_bytes = saved.values.get("peak_allocated_bytes", 0)
+            self.health.evaluations.load_state(saved.values.get("evaluations", {}))
+            # Memory that is free now must not change the last bits, nor the dropout: only less of it makes fewer rows.
+            self.micro_batch = min(self.micro_batch, saved.values.get("micro_batch", self.micro_batch))
+        except (KeyError, TypeError, AttributeError) as error:  # whole by its hashes, and yet not what `save` writes
+            raise CheckpointError(
+                f"{saved.path.name} does not hold what this run saves ({type(error).__name__}: {error})",
+                "Remove that folder if an older checkpoint is there, or start a new run.",
+            ) from error
         self._say("info", "resume", f"Resumed at step {saved.step}.", step=saved.step)
         return saved.step
 
@@ -384,6 +392,10 @@ class _Run:
         """Steps between checkpoints."""
         wish = self.config.output.checkpoint_every
         return max(1, self.order.total_steps // AUTOMATIC_CADENCES) if wish == "auto" else wish
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint is due after `step`: by its cadence, or as one that stays for good."""
+        return self.is_due(step, self.checkpoint_every) or self.is_due(step, self.config.output.keep_every)
 
     @property
     def evaluate_every(self) -> int:

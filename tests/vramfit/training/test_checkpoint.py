@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -160,3 +161,154 @@ def test_the_checkpoint_of_one_step_is_verified_when_it_is_loaded(tmp_path: Path
         checkpoint.load(tmp_path, 3)
     with pytest.raises(CheckpointError, match="step-00000004 cannot be read"):
         checkpoint.load(tmp_path, 4)
+
+
+def test_every_nth_step_stays_for_good_beside_the_newest_and_the_best(tmp_path: Path) -> None:
+    for step in range(1, 13):
+        checkpoint.save(
+            tmp_path, step=step, tensors={"w": torch.ones(2)}, values={}, keep=2, best=min(step, 3), keep_every=5
+        )
+    assert checkpoint.steps(tmp_path) == [3, 5, 10, 11, 12]
+    write(tmp_path, 13, keep=1)
+    assert checkpoint.steps(tmp_path) == [13], "0 keeps none"
+
+
+# ---- folders that somebody made to do harm -----------------------------------------------------------------------
+
+
+class _Trap:
+    """What a pickle runs when it is read."""
+
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.witness),)
+
+
+def forge(folder: Path, *, values: object = None, files: dict[str, object] | None = None, **manifest: object) -> None:
+    """Make the manifest fit what is in the folder: an attacker can compute hashes as well as we can."""
+    if values is not None:
+        (folder / checkpoint.VALUES).write_text(json.dumps(values), encoding="utf-8")
+    honest = {name: checkpoint._fingerprint(folder / name) for name in (checkpoint.TENSORS, checkpoint.VALUES)}
+    content = {"format": checkpoint.FORMAT, "step": 20, "files": {**honest, **(files or {})}, **manifest}
+    (folder / checkpoint.MANIFEST).write_text(json.dumps(content), encoding="utf-8")
+
+
+def refusal(root: Path) -> str:
+    """Why checkpoint 20 is passed over; the one of step 10 is used."""
+    found = checkpoint.newest(root)
+    assert found is not None
+    assert found.checkpoint.step == 10
+    (reason,) = found.damaged
+    assert checkpoint.damaged(root) == [reason], "the doctor says the same, without loading a tensor"
+    assert "step-00000020" in reason
+    return reason
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """The folder of checkpoint 20, to be made hostile; an honest one of step 10 is beside it."""
+    write(tmp_path / "checkpoints", 10)
+    return write(tmp_path / "checkpoints", 20)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "extra.pkl", "weights.BIN", "hook.py"])
+def test_a_file_that_can_run_code_is_never_opened_and_named(hostile: Path, tmp_path: Path, name: str) -> None:
+    (hostile / name).write_bytes(pickle.dumps(_Trap(tmp_path / "executed")))
+    assert name in refusal(hostile.parent)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_pickle_under_the_name_of_the_tensors_is_refused(hostile: Path, tmp_path: Path) -> None:
+    torch.save({"w": _Trap(tmp_path / "executed")}, hostile / checkpoint.TENSORS)
+    forge(hostile)
+    assert "tensors.safetensors cannot be read" in refusal(hostile.parent)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("name", [checkpoint.TENSORS, checkpoint.VALUES, checkpoint.MANIFEST])
+def test_a_link_out_of_the_folder_is_refused(hostile: Path, tmp_path: Path, name: str) -> None:
+    outside = tmp_path / "outside"
+    outside.write_bytes((hostile / name).read_bytes())
+    (hostile / name).unlink()
+    (hostile / name).symlink_to(outside)
+    assert f"{name} is a link to {outside}" in refusal(hostile.parent)
+
+
+def test_a_folder_that_is_a_link_is_neither_read_nor_removed(tmp_path: Path) -> None:
+    outside = write(tmp_path / "elsewhere", 20)
+    root = tmp_path / "checkpoints"
+    write(root, 10)
+    (root / "step-00000020").symlink_to(outside)
+    assert f"step-00000020 is a link to {outside}" in refusal(root)
+    write(root, 15, keep=1)
+    assert (outside / checkpoint.MANIFEST).is_file(), "rotation does not reach out of its folder"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_a_pipe_that_would_be_waited_on_for_ever_is_refused(hostile: Path) -> None:
+    (hostile / checkpoint.VALUES).unlink()
+    os.mkfifo(hostile / checkpoint.VALUES)
+    assert "values.json is not a plain file" in refusal(hostile.parent)
+
+
+@pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "hook.txt"])
+def test_a_manifest_that_names_another_file_is_refused(hostile: Path, name: str) -> None:
+    forge(hostile, files={name: {"bytes": 0, "sha256": ""}})
+    assert repr(name) in refusal(hostile.parent)
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    ['[1, 2]', '"x"', "null", "{", '{"format": "vramfit-checkpoint-1"}', "[" * 100_000, " " * (2**20 + 1)],
+    ids=["list", "text", "null", "cut", "empty", "deep", "big"],
+)  # fmt: skip
+def test_a_manifest_that_is_none_is_refused(hostile: Path, manifest: str) -> None:
+    (hostile / checkpoint.MANIFEST).write_text(manifest, encoding="utf-8")
+    assert refusal(hostile.parent)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(hostile: Path) -> None:
+    forge(hostile, step=19)
+    assert "says in its manifest that it is of step 19" in refusal(hostile.parent)
+
+
+@pytest.mark.parametrize("values", [[1], "x", 7])
+def test_values_without_names_are_refused(hostile: Path, values: object) -> None:
+    forge(hostile, values=values)
+    assert "does not hold values by name" in refusal(hostile.parent)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [10**9, 10**9], "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": [4], "data_offsets": [-16, 16]},
+        {"dtype": "F32", "shape": [4], "data_offsets": [16, 0]},
+        {"dtype": "F32", "shape": [-4], "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": [-2, -2], "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": [4], "data_offsets": [0, "16"]},
+        {"dtype": "F32", "shape": [4], "data_offsets": [0, 10**15]},
+        {"dtype": "F32", "shape": [8], "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": "4", "data_offsets": [0, 16, 32]},
+        {"dtype": "OBJECT", "shape": [4], "data_offsets": [0, 16]},
+        [],
+    ],
+    ids=str,
+)
+def test_a_header_of_lies_is_refused_before_memory_is_asked_for(hostile: Path, entry: object) -> None:
+    header = json.dumps({"w": entry}).encode()
+    (hostile / checkpoint.TENSORS).write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    forge(hostile)
+    found = checkpoint.newest(hostile.parent)
+    assert found is not None
+    assert found.checkpoint.step == 10
+    assert "step-00000020/tensors.safetensors cannot be read" in found.damaged[0]
+
+
+@pytest.mark.parametrize("length", [0, 2**63, 2**64 - 1, 17])
+def test_a_header_of_an_impossible_length_is_refused(hostile: Path, length: int) -> None:
+    (hostile / checkpoint.TENSORS).write_bytes(length.to_bytes(8, "little") + b"{}")
+    forge(hostile)
+    assert "cannot be read" in refusal(hostile.parent)

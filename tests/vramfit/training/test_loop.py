@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from vramfit.config import RunConfig
-from vramfit.errors import CheckpointError, DataError, ModelError, UserError, WontFit
+from vramfit.errors import CheckpointError, DataError, ModelError, OutOfDisk, UserError, WontFit
+from vramfit.models import stored
 from vramfit.training import checkpoint
 from vramfit.training.loop import CHECKPOINTS, train
 
@@ -691,6 +693,44 @@ def test_the_best_is_kept_through_rotation_and_exported(
     kept_state = checkpoint.load(tmp_path / "short" / CHECKPOINTS, 2).tensors
     exported = weights_of(tmp_path / "run")
     assert all(torch.equal(exported[name], kept_state[f"model.{name}"]) for name in exported)
+
+
+def test_every_nth_step_is_saved_and_stays_for_good(small_run: Build, kept: Keep, cache: Path, tmp_path: Path) -> None:
+    output = {**QUIET, "checkpoint_every": 4, "keep_checkpoints": 1, "keep_every": 3}
+    train(small_run(output=output), folder=tmp_path / "run", cache=cache, recorder=kept())
+    assert checkpoint.steps(tmp_path / "run" / CHECKPOINTS) == [3, 6, 7]
+
+
+def test_a_full_disk_in_mid_save_leaves_the_older_checkpoint_from_which_it_goes_on(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_run(output={**QUIET, "checkpoint_every": 2})
+    whole, first, second = kept(), kept(), kept()
+    train(config, folder=tmp_path / "whole", cache=cache, recorder=whole)
+    write = stored.write_tensors
+
+    def fill_up(path: Path, tensors: Any) -> int:
+        write(path, tensors)
+        if "step-00000004" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return path.stat().st_size
+
+    monkeypatch.setattr(stored, "write_tensors", fill_up)
+    with pytest.raises(OutOfDisk, match="The disk filled up while a checkpoint"):
+        train(config, folder=tmp_path / "run", cache=cache, recorder=first)
+    assert [path.name for path in (tmp_path / "run" / CHECKPOINTS).iterdir()] == ["step-00000002"]
+    monkeypatch.undo()
+    train(config, folder=tmp_path / "run", cache=cache, recorder=second, resume=True)
+    assert first.losses[:2] + second.losses == whole.losses
+
+
+def test_a_checkpoint_whole_by_its_hashes_that_holds_something_else_is_refused_by_name(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "run" / CHECKPOINTS
+    checkpoint.save(root, step=3, tensors={"w": torch.ones(2)}, values={"identity": 7}, keep=2)
+    with pytest.raises(CheckpointError, match="step-00000003 does not hold what this run saves"):
+        train(small_run(output=QUIET), folder=tmp_path / "run", cache=cache, recorder=kept(), resume=True)
 
 
 def test_the_best_is_saved_when_no_checkpoint_is_due_and_known_after_a_resume(
