@@ -63,7 +63,8 @@ class StreamingExecutor(ResidentExecutor):
         resident = dataclasses.replace(
             plan, recompute=0, compress=0, input_tier="device", weights_tier="device", optimizer_in_backward=False
         )
-        super().__init__(model, plan=resident, optimizer=optimizer, max_grad_norm=max_grad_norm, **options)
+        with visits.head_present():  # how the loss goes through it is tried
+            super().__init__(model, plan=resident, optimizer=optimizer, max_grad_norm=max_grad_norm, **options)
         self._of_blocks: AfterLastBlock | BesideBackward | None = None
         if trained is not None:
             kind = BesideBackward if plan.optimizer_in_backward and plan.clip_passes == 1 else AfterLastBlock
@@ -139,9 +140,11 @@ class StreamingExecutor(ResidentExecutor):
             for name, value in self.trained.stored_weights().items():
                 blocks[int(name.removeprefix(inside).partition(".")[0])][name] = value
             return [dict(self._saved_tensors()), *blocks]
-        outside = merged_tensors(base_model(self.model), without=self.visits.prefix)
-        tied = {id(value): name for name, value in reversed(outside.items())}  # the first name of each
-        outside = {name: value for name, value in outside.items() if tied[id(value)] == name}
+        base = base_model(self.model)
+        outside = merged_tensors(base, without=self.visits.prefix)
+        once = dict(base.named_parameters())
+        again = [name for name, _ in base.named_parameters(remove_duplicate=False) if name not in once]
+        outside = {name: value for name, value in outside.items() if name not in again}
         return [{**outside, **self.visits.looked_up}, *map(self._merged_block, range(len(self.visits.blocks)))]
 
     def _merged_block(self, block: int) -> dict[str, Tensor | Later]:
@@ -185,12 +188,13 @@ class StreamingExecutor(ResidentExecutor):
                 ]
                 targets = [targets_of(piece) for piece in pieces]
                 hidden, _ = self._forward(pieces, keep=False)
-                for piece, each, end in zip(pieces, targets, hidden, strict=True):
-                    if each.count == 0:
-                        continue
-                    with self.visits.given(end):
-                        total += self._sums(piece, each).cross_entropy.item()
-                    tokens, weight = tokens + each.count, weight + each.weight
+                with self.visits.head_present():
+                    for piece, each, end in zip(pieces, targets, hidden, strict=True):
+                        if each.count == 0:
+                            continue
+                        with self.visits.given(end):
+                            total += self._sums(piece, each).cross_entropy.item()
+                        tokens, weight = tokens + each.count, weight + each.weight
         if tokens == 0:
             raise _no_tokens("The held-out share")
         return total / weight, tokens
@@ -235,7 +239,8 @@ class StreamingExecutor(ResidentExecutor):
         with torch.no_grad():
             hidden, calls = self._forward([piece for piece, _ in kept], keep=True)
         tied = self._tied = self._tied_gradient([piece for piece, _ in kept])
-        losses, upstream = self._losses(kept, hidden, factor, tied)
+        with self.visits.head_present():
+            losses, upstream = self._losses(kept, hidden, factor, tied)
         with around(losses):
             self._backward(upstream, calls)
         if self._embedding_trains:

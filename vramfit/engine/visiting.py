@@ -41,6 +41,35 @@ class Caught:
     calls: list[Call] = field(default_factory=list)
 
 
+class VisitingTable:
+    """A frozen table outside the blocks that is in memory only while it is needed: `read` gives its numbers."""
+
+    def __init__(self, table: nn.Parameter, read: Callable[[], Tensor]) -> None:
+        self._table, self._read, self._depth = table, read, 0
+
+    @contextlib.contextmanager
+    def present(self) -> Iterator[None]:
+        """Backward belongs inside, too: what autograd keeps of the table is the table."""
+        if self._depth == 0:
+            self._absent, self._table.data = self._table.data, self._read()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._table.data = self._absent
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """`forward` with the table there."""
+
+        def with_table(*args: Any, **kwargs: Any) -> Any:
+            with self.present():
+                return forward(*args, **kwargs)
+
+        return with_table
+
+
 class VisitedBlocks:
     """The blocks of a model, each bound to its weights only while it is present. `trains`: these have gradients.
 
@@ -55,7 +84,8 @@ class VisitedBlocks:
         base: Any = whole.get_base_model() if hasattr(model, "get_base_model") else model
         self.prefix = next(name for name, module in base.named_modules() if module is found)
         self.looked_up: dict[str, Later] = {}
-        """Tables outside the blocks that are not on the device: rows are looked up where they are."""
+        """Tables outside the blocks that are not on the device, by their names."""
+        self.head: VisitingTable | None = None
         self.mode: Mode = "run"
         self.direction: Direction = "up"
         self._own = [block.forward for block in self.blocks]
@@ -159,6 +189,10 @@ class VisitedBlocks:
         assert self._caught is not None
         self._caught.calls.append(call)
         self._last = hidden
+
+    def head_present(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the head is there, if it does not stay."""
+        return contextlib.nullcontext() if self.head is None else self.head.present()
 
     def _bind(self, block: int, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():

@@ -16,6 +16,7 @@ from torch import nn
 from vramfit.config import STARTER_MODEL, RunConfig
 from vramfit.engine.head import base_model
 from vramfit.errors import ModelError, OutOfDisk
+from vramfit.faults import reach
 from vramfit.models.export_parts import Part, bytes_of, write_parts
 from vramfit.units import format_bytes
 
@@ -62,7 +63,9 @@ def export_run(
             writers[kind](model, config, partial)
         else:
             write_parts(base_model(model), in_parts, partial)
+        reach("export: weights written")
         tokenizer.save_pretrained(partial)
+        reach("export: before the move")
         _move(partial, folder)
     except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)

@@ -21,14 +21,14 @@ from vramfit.engine.later import Later
 from vramfit.engine.nf4 import PARTS, Nf4Linear, part_shapes, quantise
 from vramfit.engine.precision import DTYPES
 from vramfit.engine.tiers import DiskTier, FilesTier, RamTier
-from vramfit.engine.visiting import VisitedBlocks
+from vramfit.engine.visiting import VisitedBlocks, VisitingTable
 from vramfit.errors import ModelError
 from vramfit.models.files import check_folder
 from vramfit.models.hollow import hollow_model
 from vramfit.models.stored import StoredTensor
 from vramfit.models.tokenizer import cannot_load, load_options, local_folder
 from vramfit.models.weight_sources import Source, weight_sources
-from vramfit.planning.memory import QUANTISED
+from vramfit.planning.memory import QUANTISED, head_visits
 from vramfit.planning.plan import Plan
 
 _ATTENTION: Final = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2"}
@@ -62,7 +62,8 @@ def open_streamed(
             _make_quantised(block)
     tier = _tier(plan, blocks, own, scratch, trains=trains)
     device = torch.device(plan.device)
-    looked_up = _load_outside(model, prefix, sources, device, on_tier=plan.weights_tier)
+    looked_up = _load_outside(model, prefix, sources, device, plan)
+    head = _visiting_head(model, sources) if head_visits(plan) else None
     whole = attach(model) if attach is not None else model
     for parameter in whole.parameters():
         if attach is not None and parameter.requires_grad:  # put beside weights that are nowhere yet
@@ -73,7 +74,7 @@ def open_streamed(
         visits = VisitedBlocks(whole, WideningStream(tier, device, resident=stay))
     else:
         visits = VisitedBlocks(whole, BlockStream(tier, device, resident=stay), trains=trains)
-    visits.looked_up = looked_up
+    visits.looked_up, visits.head = looked_up, head
     return whole, visits
 
 
@@ -169,20 +170,21 @@ def _sources_of(block: nn.Module, prefix: str, sources: Mapping[str, Source]) ->
 
 
 def _load_outside(
-    model: Any, prefix: str, sources: Mapping[str, Source], device: torch.device, *, on_tier: str
+    model: Any, prefix: str, sources: Mapping[str, Source], device: torch.device, plan: Plan
 ) -> dict[str, Later]:
-    """Embedding, final norm, head and the rest: to the device. A table of tokens that nothing else uses stays where it
-    is, in its file or in RAM, and is looked up there; it is what is returned, by its name."""
-    embedding = model.get_input_embeddings()
-    head = model.get_output_embeddings()
-    frozen = not embedding.weight.requires_grad
-    alone = frozen and (head is None or head.weight is not embedding.weight)
+    """Embedding, final norm, head and the rest: to the device. A frozen table of tokens stays where it is, in its file
+    or in RAM, and is looked up there, unless it is the head too and that stays on the device; a head that visits is
+    left out as well. Those are returned, by their names."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    frozen, visits = not embedding.weight.requires_grad, head_visits(plan)
+    looks_up = frozen and (visits or head is None or head.weight is not embedding.weight)
+    left_out = [embedding.weight] * looks_up + [head.weight] * visits
     made: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
         if path.startswith(f"{prefix}."):
             continue
         for name, parameter in module._parameters.items():
-            if parameter is None or (module is embedding and name == "weight" and alone):
+            if parameter is None or any(parameter is each for each in left_out):
                 continue
             if id(parameter) not in made:
                 made[id(parameter)] = _loaded(sources[_name_of(model, parameter)], parameter, device)
@@ -192,15 +194,25 @@ def _load_outside(
     for block_buffers in (module for path, module in model.named_modules() if path.startswith(f"{prefix}.")):
         for name, buffer in block_buffers._buffers.items():
             block_buffers._buffers[name] = None if buffer is None else buffer.to(device)
-    if alone:
+    if looks_up:
         source = sources[_name_of(model, embedding.weight)]
-        in_file = on_tier == "disk" and isinstance(source, StoredTensor)
+        in_file = plan.weights_tier == "disk" and isinstance(source, StoredTensor)
         rows = source.rows if in_file and isinstance(source, StoredTensor) else _rows_in_ram(source, embedding.weight)
         embedding.forward = functools.partial(_look_up, embedding, embedding.forward, rows)
-        name, like = _name_of(model, embedding.weight), embedding.weight
-        whole = Later(shape=tuple(like.shape), dtype=like.dtype, read=lambda: _read(source, like))
-        return {name: whole}
-    return {}
+    return {name: _later(sources[name], each) for each in left_out for name in (_name_of(model, each),)}
+
+
+def _visiting_head(model: Any, sources: Mapping[str, Source]) -> VisitingTable:
+    """The head's weight as a table that comes when logits are made, and goes."""
+    head = model.get_output_embeddings()
+    table = VisitingTable(head.weight, _later(sources[_name_of(model, head.weight)], head.weight).read)
+    head.forward = table.around(head.forward)
+    return table
+
+
+def _later(source: Source, like: Tensor) -> Later:
+    empty = like.detach()  # hollow
+    return Later(shape=tuple(like.shape), dtype=like.dtype, read=functools.partial(_read, source, empty))
 
 
 def _name_of(model: nn.Module, parameter: nn.Parameter) -> str:

@@ -210,6 +210,12 @@ def _device_bytes(peak: PhaseMemory, plan: Plan, program: Program) -> int:
     return peak.total_bytes + outside_bytes(plan, program) + fragmentation(peak, plan)
 
 
+def head_visits(plan: Plan) -> bool:
+    """Whether a frozen head comes from its file when logits are made, and goes: where RAM is the device, it may be as
+    large as several blocks, and takes no part in theirs."""
+    return plan.weights_tier == "disk" and plan.device == "cpu" and plan.lora_rank > 0
+
+
 def fragmentation(peak: PhaseMemory, plan: Plan) -> int:
     """Bytes the allocator must have beside the peak's tensors, because what is free lies in pieces.
 
@@ -320,8 +326,13 @@ class Work:
         stay = sum(sorted(self.block_bytes, reverse=True)[: self.plan.resident_blocks])
         if self.trains_visitors:
             return stay + self._stored_outside * self.architecture.outside_params
-        # The embedding is looked up where it lives; the head stays, whole.
-        return stay + self._stored_outside * self.architecture.head_params
+        # The embedding is looked up where it lives; the head stays, whole, unless it visits.
+        return stay + (0.0 if head_visits(self.plan) else self.visiting_head)
+
+    @property
+    def visiting_head(self) -> float:
+        """A head that is brought when logits are made."""
+        return self._stored_outside * self.architecture.head_params
 
     @property
     def buffers(self) -> float:
@@ -667,7 +678,7 @@ class Work:
             kept=self.kept_before(self.architecture.layers) + self._last_graph + self.held_mask,
             working=self.final_norm,
             logits=logits,
-            weights=self.root + casts + self.head_cast,
+            weights=self.root + casts + self.head_cast + (self.visiting_head if head_visits(self.plan) else 0.0),
         )
 
     @property
@@ -866,7 +877,7 @@ class Work:
             "evaluation",
             working=2 * self.stream,
             logits=self.evaluated_logits,
-            weights=casts + self.head_cast + self.root,
+            weights=casts + self.head_cast + self.root + (self.visiting_head if head_visits(self.plan) else 0.0),
         )
         return max(in_block, at_head, key=lambda phase: phase.total_bytes)
 

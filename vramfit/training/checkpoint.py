@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vramfit.errors import CheckpointError, ModelError, OutOfDisk
+from vramfit.faults import reach
 from vramfit.models.files import check_safetensors
 from vramfit.units import format_bytes
 
@@ -86,10 +87,12 @@ def save(
     final = root / f"step-{step:08d}"
     partial = root / f"{final.name}.partial"
     try:
+        reach("save: before the files")
         _write(partial, step=step, tensors=tensors, values=values)
         if final.exists():  # the same step again after a resume: the new one is equal, and complete
             shutil.rmtree(final)
         partial.rename(final)
+        reach("save: renamed")
         _sync_folder(root)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -162,10 +165,12 @@ def _write(folder: Path, *, step: int, tensors: Mapping[str, torch.Tensor | Late
 
     folder.mkdir()
     write_tensors(folder / TENSORS, tensors)
+    reach("save: tensors written")
     (folder / VALUES).write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
     files = {name: _fingerprint(folder / name) for name in (TENSORS, VALUES)}
     manifest = {"format": FORMAT, "step": step, "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    reach("save: manifest written")
     for name in (TENSORS, VALUES, MANIFEST):
         _sync_file(folder / name)
     _sync_folder(folder)
@@ -257,6 +262,7 @@ def _rotate(root: Path, *, step: int, keep: int, best: int | None, keep_every: i
         # The manifest goes first: a half-removed checkpoint must not be taken for a whole one.
         with contextlib.suppress(OSError):
             (path / MANIFEST).unlink()
+            reach("save: rotating")
         shutil.rmtree(path, ignore_errors=True)
 
 

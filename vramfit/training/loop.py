@@ -27,6 +27,7 @@ from vramfit.engine.reach import check_gradients_reach
 from vramfit.engine.resident import ResidentExecutor, StepResult
 from vramfit.engine.schedule import learning_rate_at
 from vramfit.errors import CheckpointError, DataError, ModelError, UserError, WontFit
+from vramfit.faults import reach
 from vramfit.hardware.devices import Machine, probe
 from vramfit.models.adapter_start import start_from_inputs
 from vramfit.models.attention import described as described_attention
@@ -147,9 +148,11 @@ def train(
     stopped = should_stop()
     while done < order.total_steps and not stopped and not run.improves_no_more:
         done += 1
+        reach("trainer: before a step")
         if run.is_due(done, run.calibrate_every):
             run.calibrate(done)
         run.step(done)
+        reach("trainer: after a step")
         stopped = should_stop()
         better = run.is_due(done, run.evaluate_every) and run.evaluate(done)
         if stopped or run.improves_no_more or run.saves_after(done) or (better and run.keeps_best):
@@ -232,6 +235,7 @@ class _Run:
         except WontFit:
             self.care.ran_out()
             raise
+        reach("trainer: in a step")
         now = self._report_step(step, result, rate=rate, seconds=time.perf_counter() - began)
         self._check_health(now, result)
 
@@ -286,6 +290,7 @@ class _Run:
         loss, tokens = self.executor.evaluate(self._split(self.data.held_out, self.micro_batch))
         self.eval_loss = loss
         self.recorder.evaluation(Evaluation(step=step, time=time.time(), loss=loss, tokens=tokens))
+        reach("trainer: after an evaluation")
         if step == 0:  # what training has to improve on, and nothing that could be kept
             return False
         evaluations = self.health.evaluations
