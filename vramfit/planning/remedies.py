@@ -152,8 +152,8 @@ def check_host_and_disk(search: Search, found: Forecast) -> None:
     needed, free = found.memory.disk_bytes, machine.disk_free_bytes
     if needed > free:
         raise WontFit(
-            f"Checkpoints and result of {architecture.name} with {config.method} need {format_bytes(needed)} of disk, "
-            f"and {format_bytes(free)} are free",
+            f"{_on_disk(found)} of {architecture.name} with {config.method} need {format_bytes(needed)} of disk, and "
+            f"{format_bytes(free)} are free",
             needed_bytes=needed,
             available_bytes=free,
             tier="disk",
@@ -161,6 +161,15 @@ def check_host_and_disk(search: Search, found: Forecast) -> None:
             suggestions=tuple(_less_disk(config, architecture, found, free)),
             forecast=found,
         )
+
+
+def _on_disk(found: Forecast) -> str:
+    trains_there = found.plan.optimizer_tier == "disk"
+    return (
+        "Blocks and optimizer states that live on disk, checkpoints and result"
+        if trains_there
+        else "Checkpoints and result"
+    )
 
 
 def _less_disk(config: RunConfig, architecture: Architecture, found: Forecast, free: int) -> Iterator[str]:

@@ -424,3 +424,30 @@ def test_streaming_keeps_as_many_blocks_as_fit() -> None:
         return best.plan.resident_blocks
 
     assert resident(12) < resident(16) < resident(22)
+
+
+def test_a_tier_on_disk_that_is_too_small_is_named() -> None:
+    machine = dataclasses.replace(machine_with("RTX 4090", ram_gib=64), disk_free_bytes=200 * GIB)
+    with pytest.raises(
+        WontFit, match=r"Blocks and optimizer states that live on disk.* need \d+\.\d GiB of disk"
+    ) as told:
+        forecast_run(wish("full"), architecture=model("meta-llama/Meta-Llama-3-8B"), machine=machine, workload=LONG)
+
+    assert told.value.tier == "disk"
+    assert told.value.needed_bytes > 200 * GIB == told.value.available_bytes
+
+
+def test_what_a_run_writes_to_a_drive_is_among_the_reasons() -> None:
+    machine = machine_with("RTX 4090", ram_gib=64)
+    found = forecast_run(wish("full"), architecture=model("meta-llama/Meta-Llama-3-8B"), machine=machine, workload=LONG)
+
+    told = {choice.setting: choice for choice in found.plan.reasons}
+    steps = 2_400 * 10**12 // found.memory.written_per_step_bytes
+    assert (found.plan.weights_tier, found.plan.optimizer_tier) == ("disk", "disk")
+    assert found.plan.trained_format == found.plan.weight_format == "bf16"
+    assert f"{steps:,} such steps" in told["disk writes"].reason
+    assert "fp32 copy" in told["weights"].reason
+    # gradients, weights and 12 bytes of states with their fp32 copy: 2 + 2 + 12 a weight of the blocks, 12 of the rest
+    inside = found.memory.written_per_step_bytes
+    shape = model("meta-llama/Meta-Llama-3-8B")
+    assert inside == pytest.approx(4 * (shape.params - shape.outside_params) + 12 * shape.params, rel=1e-6)
