@@ -140,6 +140,25 @@ def spawn(
         )
 
 
+def running(module: str, *arguments: str) -> dict[str, list[str]]:
+    """Living processes that run one of our modules with all of these arguments: identity -> command line.
+
+    Of a process and those that it forked (which have its command line) only the first is told.
+    """
+    found: dict[int, list[str]] = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            line = process.cmdline()
+            if module in line and all(argument in line for argument in arguments) and not _is_zombie(process.pid):
+                found[process.pid] = line
+    first = {}
+    for pid, line in found.items():
+        with contextlib.suppress(psutil.Error):
+            if psutil.Process(pid).ppid() not in found and (who := identity(pid)) is not None:
+                first[who] = line
+    return first
+
+
 # ---- end it with everything it started --------------------------------------------------------------------------
 
 

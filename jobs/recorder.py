@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from vramfit.errors import UserError
+from vramfit.faults import reach
 from vramfit.planning.plan import Forecast
 from vramfit.training.metrics import DriftCheck, Evaluation, Event, PhaseProgress, StepMetrics, Telemetry, TextSample
 
@@ -30,6 +31,7 @@ FLUSH_ROWS: Final = 200
 PHASE_S: Final = 0.2
 LONGEST_RETRY_S: Final = 5.0
 CLOSE_S: Final = 60.0
+UNEXPECTED_TRIES: Final = 3
 
 
 @dataclass
@@ -79,6 +81,7 @@ class StoreRecorder:
         self._flushing = self._closing = False
         self._lock = threading.Condition()
         self._retry_s = 0.0
+        self._unexpected = 0  # errors in a row that nobody foresaw
         self.fenced = False
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._thread.start()
@@ -194,17 +197,25 @@ class StoreRecorder:
             return True
         saving = batch.phase is not None and batch.phase.name == "saving"
         try:
+            reach("recorder: flush")
             self.fenced = not self._store.record(self._job, attempt=self._attempt, durable=saving, **batch.values())
-        except UserError as error:
-            if self._retry_s == 0.0:
-                print(f"metrics wait in memory: {error}", file=sys.stderr)
-            self._retry_s = min(LONGEST_RETRY_S, max(0.1, 2 * self._retry_s))
-            return False
-        except Exception:  # a fault of ours must not stop later rows; these are kept in the log
+        except (UserError, OSError) as error:
+            return self._later(f"metrics wait in memory: {error}")
+        except Exception as error:  # a fault of ours must not stop later rows; these are kept in the log in the end
+            self._unexpected += 1
+            if self._unexpected < UNEXPECTED_TRIES:
+                return self._later(f"metrics wait in memory: {type(error).__name__}: {error}")
             traceback.print_exc()
             _log(batch)
-        self._retry_s = 0.0
+        self._retry_s, self._unexpected = 0.0, 0
         return True
+
+    def _later(self, message: str) -> bool:
+        """Keep the batch for another try; the wait doubles. Says so the first time, and that nothing was written."""
+        if self._retry_s == 0.0:
+            print(message, file=sys.stderr)
+        self._retry_s = min(LONGEST_RETRY_S, max(0.1, 2 * self._retry_s))
+        return False
 
 
 def _log(batch: _Batch) -> None:

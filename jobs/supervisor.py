@@ -24,11 +24,13 @@ from jobs.death import MOST_LOSSES, cause_of, obstacle
 from jobs.job import Job, State
 from jobs.store import PANEL_LEASE, SUPERVISOR_LEASE, Store
 from vramfit.errors import JobError, UserError
+from vramfit.faults import reach
 from vramfit.training.metrics import Event
 
 POLL_S: Final = 0.1
 LEASE_S: Final = 2.0
 LEASE_STALE_S: Final = 30.0  # for a holder on another machine or in another container, where no pid can be checked
+TRAINER: Final = "jobs.run_job"
 LOG: Final = "supervisor.log"
 LOG_BYTES: Final = 5 * 2**20
 
@@ -51,9 +53,7 @@ class Patience:
 
 def trainer_command(job: Job, data_dir: Path) -> list[str]:
     """The command of the real trainer."""
-    return processes.python_module(
-        "jobs.run_job", str(job.id), "--data-dir", str(data_dir), "--attempt", str(job.attempt)
-    )
+    return processes.python_module(TRAINER, str(job.id), "--data-dir", str(data_dir), "--attempt", str(job.attempt))
 
 
 @dataclass(kw_only=True)
@@ -103,6 +103,7 @@ class Supervisor:
         self._renewed_at = float("-inf")
         self._panel_beat: float | None = None
         self._busy_at: float | None = None
+        self._looked_for_lingering = False
         self._dead_before = False  # the supervisor before this one died at work, on this boot
 
     def start(self, *, wait: Callable[[float], None] | None = None) -> bool:
@@ -285,16 +286,36 @@ class Supervisor:
 
     # ---- starting ---------------------------------------------------------------------------------------------
 
+    def _lingering(self, now: float) -> _Trainer | None:
+        """A trainer from before this supervisor whose job has ended, while its process still leaves and holds the card.
+
+        Its job no longer names it, so the processes are looked through, once: later trainers are this one's children.
+        """
+        for who, line in processes.running(TRAINER, "--data-dir", str(self._store.data_dir), "--attempt").items():
+            id_, attempt = line[line.index(TRAINER) + 1], line[line.index("--attempt") + 1]
+            with contextlib.suppress(JobError, ValueError):  # no trainer of ours has such a command line
+                trainer = _watched(self._store.job(int(id_)), who, None, now, attempt=int(attempt))
+                say(f"The trainer of job {id_} has not left yet ({who}); waiting for it.")
+                return trainer
+        return None
+
     def _claim(self, now: float) -> None:
+        if not self._looked_for_lingering:
+            self._trainer = self._lingering(now)
+            self._looked_for_lingering = self._trainer is None
+            if self._trainer is not None:
+                return
         job = self._store.claim_next(self._who)
         if job is None:
             return
         try:
+            reach("claim: before the spawn")
             job.folder.mkdir(parents=True, exist_ok=True)  # someone may have deleted it while the job waited
             process = processes.spawn(self._command(job, self._store.data_dir), log=job.log)
         except OSError as error:
             self._conclude(job, "failed", f"The trainer could not be started: {error.strerror or error}.")
             return
+        reach("claim: after the spawn")
         who = processes.identity(process.pid)
         self._trainer = _watched(job, who, process, now)
         if who is not None:
@@ -341,11 +362,13 @@ def _stop_note(patience: Patience, late: bool) -> str | None:
     )
 
 
-def _watched(job: Job, who: str | None, process: subprocess.Popen[bytes] | None, now: float) -> _Trainer:
+def _watched(
+    job: Job, who: str | None, process: subprocess.Popen[bytes] | None, now: float, *, attempt: int | None = None
+) -> _Trainer:
     events = None if who is None or not processes.same_boot(who) else processes.memory_events(processes.pid_of(who))
     return _Trainer(
         job=job.id,
-        attempt=job.attempt,
+        attempt=job.attempt if attempt is None else attempt,
         who=who,
         process=process,
         since=now,

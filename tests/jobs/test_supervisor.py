@@ -52,6 +52,38 @@ def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+def test_a_trainer_that_has_not_left_yet_is_waited_for_by_the_next_supervisor(
+    store: Store, drive: Callable[..., object]
+) -> None:
+    """Its job has ended, so no row names it; it may still hold the card that the next one needs."""
+    first = add(store, steps=5)
+    drive(HASTY).until_over(first)
+    second = add(store, steps=5)
+    lingering = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)", "jobs.run_job", str(first), "--data-dir",
+         str(store.data_dir), "--attempt", "1"],
+        start_new_session=True,
+    )  # fmt: skip
+    elsewhere = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)", "jobs.run_job", "1", "--data-dir", "/", "--attempt", "1"]
+    )
+    try:
+        store.release_lease(SUPERVISOR_LEASE, owner=processes.own_identity())
+        driven = drive(HASTY)
+        for _ in range(5):
+            driven.supervisor.step(driven.now)
+        assert store.job(second).state == "queued", "it waits"
+        driven.until_over(second)  # one that does not leave is ended after Patience.leave
+        assert store.job(second).state == "succeeded"
+        assert lingering.wait(5) == -signal.SIGKILL
+        assert elsewhere.poll() is None, "a trainer of another data folder is none of its business"
+        assert (store.job(first).state, store.job(first).attempt) == ("succeeded", 1)
+    finally:
+        for process in (lingering, elsewhere):
+            process.kill()
+            process.wait(5)
+
+
 def test_two_jobs_run_one_after_the_other_in_queue_order(store: Store, drive: Callable[..., object]) -> None:
     first, second = add(store, steps=30), add(store, steps=10)
     driven = drive()

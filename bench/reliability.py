@@ -1,0 +1,145 @@
+"""`docs/reliability.md`: every point x kind of fault, gone through: python bench/reliability.py [--chosen] [--json]
+
+Takes minutes: each pair starts a supervisor and two trainers. `--chosen` tries the pairs that the tests try.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.faults.scenario import (  # noqa: E402
+    ALL,
+    CHOSEN,
+    STEPS,
+    Outcome,
+    config_of,
+    go_through,
+    make_model,
+    make_rows,
+    undisturbed,
+)
+from vramfit.faults import KINDS, POINTS  # noqa: E402
+
+PAGE = ROOT / "docs" / "reliability.md"
+AT_ONCE = 2
+MEANING = {
+    "kill": "SIGKILL: the process is gone without a word, as after a power cut",
+    "error": "an exception nobody foresaw (RuntimeError)",
+    "enospc": "the disk is full (ENOSPC)",
+    "eio": "the disk fails (EIO)",
+}
+HEAD = """# Reliability: what was struck, and what was left
+
+Written by `python bench/reliability.py`, never by hand. A run of {steps} steps goes through a real supervisor and a
+real trainer; a fault strikes at a named point (`vramfit/faults.py`); the supervisor is killed; a second one, without
+the fault, takes over; a run that ended is put back by what the page's Resume does. Then it must hold that
+
+- no job is lost or doubled, and the one that waits aside is as it was;
+- the job succeeds, at once or from a state that Resume takes, with a cause and a remedy told;
+- never are two trainers alive on the data folder;
+- right after the fault the newest complete checkpoint loads, every tensor, and none is damaged;
+- a full disk leaves the run paused (where it reaches the trainer at all);
+- every step is on record exactly once; losses, evaluations and final weights are those of an undisturbed run, bit for
+  bit;
+- nothing unfinished is left in the run's folder, and no process; the database passes its check.
+
+A job that is `starting` or `running` after the fault was put back by the supervisor itself, or never ended.
+
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Go through the pairs and write the page. Exit code 1 when an invariant did not hold."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--chosen", action="store_true", help="only the pairs that the tests try; writes no page")
+    parser.add_argument("--json", action="store_true", help="print the outcomes as JSON; writes no page")
+    options = parser.parse_args(arguments)
+    began = time.monotonic()
+    outcomes = gone_through(CHOSEN if options.chosen else ALL)
+    if options.json:
+        print(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes], indent=1))
+    elif not options.chosen:
+        PAGE.write_text(page(outcomes, seconds=time.monotonic() - began), encoding="utf-8")
+    return 1 if any(outcome.violations for outcome in outcomes) else 0
+
+
+def gone_through(pairs: Sequence[tuple[str, str]]) -> list[Outcome]:
+    """The outcome of each pair, in order, AT_ONCE of them at a time."""
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(AT_ONCE) as pool:
+        folder = Path(scratch).resolve()
+        config = config_of(make_model(folder / "model", folder / "cache"), make_rows(folder / "rows.jsonl"))
+        reference = undisturbed(config, folder / "undisturbed")
+
+        def one(number: int, point: str, kind: str) -> Outcome:
+            outcome = go_through(point, kind, config=config, folder=folder / str(number), reference=reference)
+            print(
+                f"{point}, {kind}: {outcome.first_state}, {outcome.violations or 'holds'}", file=sys.stderr, flush=True
+            )
+            return outcome
+
+        begun = [pool.submit(one, number, point, kind) for number, (point, kind) in enumerate(pairs)]
+        return [each.result() for each in begun]
+
+
+def page(outcomes: Sequence[Outcome], *, seconds: float) -> str:
+    """The outcomes as Markdown: the figures, then a row for each point and a column for each kind."""
+    struck = sum(outcome.struck for outcome in outcomes)
+    wrong = [outcome for outcome in outcomes if outcome.violations]
+    states = Counter(outcome.first_state for outcome in outcomes)
+    found = {(outcome.point, outcome.kind): outcome for outcome in outcomes}
+    lines = [
+        HEAD.format(steps=STEPS),
+        f"Date: {time.strftime('%Y-%m-%d')}. Machine: {platform.system()} {platform.machine()}, Python "
+        f"{platform.python_version()}, the run on the CPU in fp32.",
+        "",
+        "| figure | value |",
+        "|---|---:|",
+        f"| points | {len({outcome.point for outcome in outcomes})} of {len(POINTS)} |",
+        f"| kinds | {len({outcome.kind for outcome in outcomes})} of {len(KINDS)} |",
+        f"| faults tried | {len(outcomes)} |",
+        f"| faults that struck | {struck} |",
+        f"| trainers started | {sum(outcome.attempts for outcome in outcomes)} |",
+        f"| seconds | {seconds:.0f} |",
+        f"| **violations** | **{sum(len(outcome.violations) for outcome in outcomes)}** |",
+        "",
+        "How the job stood after the fault: "
+        + ", ".join(f"{state} {count}" for state, count in states.most_common())
+        + ". In each cell: that state, and how many attempts the run took.",
+        "",
+        *(f"- `{kind}`: {meaning}" for kind, meaning in MEANING.items()),
+        "",
+        f"| point | {' | '.join(KINDS)} |",
+        f"|---|{'---|' * len(KINDS)}",
+    ]
+    for point in POINTS:
+        cells = [_cell(found.get((point, kind))) for kind in KINDS]
+        lines.append(f"| {point} | {' | '.join(cells)} |")
+    lines += ["", "## Violations", "", *(_told(outcome) for outcome in wrong)] if wrong else []
+    return "\n".join(lines) + "\n"
+
+
+def _cell(outcome: Outcome | None) -> str:
+    if outcome is None:
+        return "not tried"
+    return f"{outcome.first_state}, {outcome.attempts}" + (" **!**" if outcome.violations else "")
+
+
+def _told(outcome: Outcome) -> str:
+    return f"- {outcome.point}, {outcome.kind}: {'; '.join(outcome.violations)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,335 @@
+"""One fault, from the queue to the result: a real supervisor and trainer, the fault, a new supervisor, the proof.
+
+    python -m tests.faults.scenario supervise DATA_DIR      what the scenarios start as a process
+
+A run of five steps of a model with two blocks of 16 learns from 24 rows; two jobs are in the data folder, of which one
+waits aside as a draft and must stay as it is. The supervisor that met the fault is ended by SIGKILL; the next one has
+no fault. What was done by hand is only what the page does: Resume.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from jobs.job import RESUMABLE
+from jobs.store import Store
+from jobs.supervisor import Patience, Supervisor, loop, signal_flag
+from vramfit.config import RunConfig
+from vramfit.errors import VramfitError
+from vramfit.faults import KINDS, POINTS, VARIABLE
+from vramfit.training import checkpoint
+
+ROOT: Final = Path(__file__).resolve().parent.parent.parent
+STEPS: Final = 5
+SECONDS: Final = 120.0
+RESUMES: Final = 3  # by hand; more would be a job that does not come through
+ARRIVALS: Final = {
+    "save: before the files": 2,
+    "save: tensors written": 2,
+    "save: manifest written": 2,
+    "save: renamed": 2,
+    "save: rotating": 1,
+    "trainer: in a step": 3,
+    "trainer: after a step": 3,
+    "trainer: after an evaluation": 2,
+    "recorder: flush": 4,
+}
+"""At which arrival a fault strikes: mostly where an older checkpoint is there. The others strike at the first."""
+
+CHOSEN: Final = (
+    ("save: before the files", "enospc"),
+    ("save: tensors written", "kill"),
+    ("save: tensors written", "enospc"),
+    ("save: manifest written", "kill"),
+    ("save: manifest written", "eio"),
+    ("save: renamed", "kill"),
+    ("save: rotating", "kill"),
+    ("export: weights written", "enospc"),
+    ("export: before the move", "kill"),
+    ("trainer: before a step", "kill"),
+    ("trainer: in a step", "kill"),
+    ("trainer: after a step", "error"),
+    ("trainer: after an evaluation", "kill"),
+    ("claim: before the spawn", "kill"),
+    ("claim: after the spawn", "error"),
+    ("recorder: flush", "kill"),
+    ("recorder: flush", "error"),
+)
+"""What is tried where the full cross product would take too long: each point and each kind."""
+
+ALL: Final = tuple((point, kind) for point in POINTS for kind in KINDS)
+
+
+@dataclass
+class Outcome:
+    """What happened, and every invariant that did not hold. `first_state` is how the job stood after the fault."""
+
+    point: str
+    kind: str
+    struck: bool = False
+    first_state: str = ""
+    attempts: int = 0
+    seconds: float = 0.0
+    violations: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """An undisturbed run: its losses by step, its evaluations, the hash of its weights, and the cache to start with."""
+
+    losses: dict[int, float]
+    evaluations: dict[int, float]
+    weights: str
+    cache: Path
+
+
+def make_model(folder: Path, cache: Path) -> Path:
+    """A config with two blocks of 16 and the starter's tokenizer: pretraining begins from random weights."""
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+    from vramfit.starter.shape import architecture
+    from vramfit.starter.tokenizer import tokenizer_folder
+
+    PreTrainedTokenizerFast.from_pretrained(tokenizer_folder(cache)).save_pretrained(folder)
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=architecture().vocab_size,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        bos_token_id=None,
+        eos_token_id=0,
+    ).save_pretrained(folder)
+    return folder
+
+
+def make_rows(path: Path) -> Path:
+    lines = [json.dumps({"text": f"The fox number {n} found {n + 2} berries by the river."}) for n in range(24)]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def config_of(model: Path, rows: Path) -> RunConfig:
+    return RunConfig.parse(
+        {
+            "name": "under fault",
+            "method": "pretrain",
+            "device": "cpu",
+            "model": {"source": str(model)},
+            "data": {"paths": [str(rows)], "max_length": 24, "eval_share": 0.1},
+            "schedule": {"max_steps": STEPS, "sequences_per_step": 2, "learning_rate": 3e-3},
+            "output": {
+                "prompts": [],
+                "sample_tokens": 0,
+                "evaluate_every": 2,
+                "checkpoint_every": 2,
+                "keep_checkpoints": 1,
+            },
+        }
+    )
+
+
+def undisturbed(config: RunConfig, folder: Path) -> Reference:
+    """Run it once without a fault."""
+    outcome = Outcome(point="", kind="")
+    with Store(folder) as store:
+        id_ = store.add_job(config)
+        with _Supervised(folder, None, outcome) as supervised:
+            supervised.until(lambda: store.job(id_).final)
+        job = store.job(id_)
+        assert job.state == "succeeded", (job.failure, store.log_tail(id_, lines=30))
+        assert not outcome.violations, outcome.violations
+        return Reference(
+            losses=_losses(store, id_),
+            evaluations={each.step: each.loss for each in store.evaluations(id_)},
+            weights=_weights(job.folder),
+            cache=folder / "cache",
+        )
+
+
+def go_through(point: str, kind: str, *, config: RunConfig, folder: Path, reference: Reference) -> Outcome:
+    """Meet one fault, start again without it, resume as the page would, and check what must hold."""
+    began, outcome = time.monotonic(), Outcome(point=point, kind=kind)
+    folder.mkdir(parents=True)
+    shutil.copytree(reference.cache, folder / "cache")
+    with Store(folder) as store:
+        id_ = store.add_job(config)
+        aside = store.add_job(config.model_copy(update={"name": "aside"}), draft=True)
+        fault = f"{point}:{kind}:{ARRIVALS.get(point, 1)}"
+        with _Supervised(folder, fault, outcome) as first:
+            first.until(lambda: store.job(id_).final or not first.alive or store.job(id_).attempt > 1)
+        outcome.struck = f"fault: {kind} at {point}" in _logs(folder)
+        outcome.first_state = store.job(id_).state
+        if not outcome.struck:
+            outcome.violations.append("the fault did not strike")
+        _check_after_the_fault(store, id_, outcome)
+        with _Supervised(folder, None, outcome) as second:
+            for _ in range(RESUMES + 1):
+                second.until(lambda: store.job(id_).final)
+                job = store.job(id_)
+                if job.state == "succeeded":
+                    break
+                if job.state not in RESUMABLE or not job.failure or not job.remedy:
+                    outcome.violations.append(f"it ended {job.state} ({job.failure}; {job.remedy})")
+                store.enqueue(id_)
+        outcome.attempts = store.job(id_).attempt
+        _check_the_end(store, id_, aside, reference, outcome)
+    outcome.seconds = time.monotonic() - began
+    return outcome
+
+
+class _Supervised:
+    """A supervisor as a process of its own. At the end it is killed as a power cut would; trainers go on."""
+
+    def __init__(self, folder: Path, fault: str | None, outcome: Outcome) -> None:
+        self._folder, self._outcome = folder, outcome
+        variables = {key: value for key, value in os.environ.items() if key != VARIABLE}
+        threads = {"OMP_NUM_THREADS": "1"}  # two scenarios at a time share two cores, and sums keep their order
+        with (folder / "supervisor.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.faults.scenario", "supervise", str(folder)],
+                cwd=ROOT,
+                env={**variables, **threads, **({VARIABLE: fault} if fault else {})},
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+            )
+
+    def __enter__(self) -> _Supervised:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait(20)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def until(self, reached: object) -> None:
+        """Wait, and look all the time that no two trainers are at work on the data folder."""
+        assert callable(reached)
+        deadline, looked = time.monotonic() + SECONDS, 0.0
+        while not reached():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{self._outcome.point}, {self._outcome.kind}: {_logs(self._folder)[-3000:]}")
+            if time.monotonic() - looked > 0.3:
+                looked = time.monotonic()
+                found = _trainers(self._folder)
+                if len(found) > 1:
+                    self._outcome.violations.append(f"{len(found)} trainers at once")
+            time.sleep(0.05)
+
+
+def _trainers(folder: Path) -> list[psutil.Process]:
+    """Living processes of the trainer's module on this data folder."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            line = process.cmdline()
+            if "jobs.run_job" in line and str(folder) in line and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def _check_after_the_fault(store: Store, id_: int, outcome: Outcome) -> None:
+    """The disk as the fault left it: the newest complete checkpoint loads, every tensor, and none is damaged."""
+    job = store.job(id_)
+    if job.final and job.state != "succeeded" and not (job.failure and job.remedy):
+        outcome.violations.append(f"it ended {job.state} without a cause and a remedy")
+    in_trainer = not outcome.point.startswith("claim:")
+    if in_trainer and outcome.kind == "enospc" and job.final and job.state not in ("paused", "succeeded"):
+        outcome.violations.append(f"a full disk left it {job.state}, not paused")
+    try:
+        found = checkpoint.newest(job.checkpoints)
+    except VramfitError as error:
+        outcome.violations.append(f"no checkpoint loads: {error}")
+        return
+    if found is not None:
+        for name in found.checkpoint.tensors:
+            found.checkpoint.tensors[name]
+        outcome.violations += [f"damaged: {name}" for name in found.damaged]
+
+
+def _check_the_end(store: Store, id_: int, aside: int, reference: Reference, outcome: Outcome) -> None:
+    job, wrong = store.job(id_), outcome.violations
+    if job.state != "succeeded":
+        wrong.append(f"it never succeeded: {job.state}, {job.failure}")
+    states = {each.id: each.state for each in store.jobs()}
+    if states != {id_: job.state, aside: "draft"}:
+        wrong.append(f"the jobs are {states}")
+    if store.series(id_).columns["step"] != list(range(1, STEPS + 1)):
+        wrong.append(f"the steps on record are {store.series(id_).columns['step']}")
+    if _losses(store, id_) != reference.losses:
+        wrong.append(f"the losses are {_losses(store, id_)}, not {reference.losses}")
+    if {each.step: each.loss for each in store.evaluations(id_)} != reference.evaluations:
+        wrong.append("the evaluations are others")
+    if job.state == "succeeded" and _weights(job.folder) != reference.weights:
+        wrong.append("the final weights are others")
+    if checkpoint.steps(job.checkpoints) != [STEPS]:
+        wrong.append(f"the checkpoints are {checkpoint.steps(job.checkpoints)}")
+    stray = [path.name for path in job.folder.rglob("*") if path.name.endswith((".partial", ".old"))]
+    stray += [path.name for path in checkpoint.leftovers(job.checkpoints)]
+    if stray:
+        wrong.append(f"left behind: {stray}")
+    if len(list((store.data_dir / "runs").iterdir())) != 2:
+        wrong.append("there is not one folder for each job")
+    with suppress(AssertionError):
+        _wait_until_gone(store.data_dir)
+    if _trainers(store.data_dir):
+        wrong.append("a trainer is left behind")
+    try:
+        store.check()
+    except VramfitError as error:
+        wrong.append(str(error))
+
+
+def _wait_until_gone(folder: Path) -> None:
+    deadline = time.monotonic() + 15
+    while _trainers(folder):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def _losses(store: Store, id_: int) -> dict[int, float]:
+    columns = store.series(id_).columns
+    return dict(zip(columns["step"], columns["loss"], strict=True))  # type: ignore[arg-type]
+
+
+def _weights(folder: Path) -> str:
+    return hashlib.sha256((folder / "export" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def _logs(folder: Path) -> str:
+    return "\n".join(
+        path.read_text(encoding="utf-8", errors="replace")
+        for path in (folder / "supervisor.log", *folder.glob("runs/*/trainer.log"))
+        if path.is_file()
+    )
+
+
+def supervise(folder: Path) -> None:
+    """The real supervisor with the real trainer's command; only it waits less for a trainer that never comes."""
+    with Store(folder) as store:
+        store.check()
+        supervisor = Supervisor(store, patience=Patience(start=8.0, idle=600.0))
+        if supervisor.start(wait=time.sleep):
+            loop(supervisor, asked=signal_flag())
+
+
+if __name__ == "__main__":
+    assert sys.argv[1] == "supervise"
+    supervise(Path(sys.argv[2]))
