@@ -45,13 +45,13 @@ HEAD = """# Reliability: what was struck, and what was left
 
 Written by `python bench/reliability.py`, never by hand. A run of {steps} steps goes through a real supervisor and a
 real trainer; a fault strikes at a named point (`vramfit/faults.py`); the supervisor is killed; a second one, without
-the fault, takes over; a run that ended is put back by what the page's Resume does. Then it must hold that
+the fault, takes over; a run that ended is put back into the queue, as Resume does. Then it must hold that
 
 - no job is lost or doubled, and the one that waits aside is as it was;
 - the job succeeds, at once or from a state that Resume takes, with a cause and a remedy told;
 - never are two trainers alive on the data folder;
 - right after the fault the newest complete checkpoint loads, every tensor, and none is damaged;
-- a full disk leaves the run paused (where it reaches the trainer at all);
+- a full disk leaves the run paused, if it ends it;
 - every step is on record exactly once; losses, evaluations and final weights are those of an undisturbed run, bit for
   bit;
 - nothing unfinished is left in the run's folder, and no process; the database passes its check.

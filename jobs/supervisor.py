@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import signal
 import subprocess
 import sys
@@ -313,7 +314,9 @@ class Supervisor:
             job.folder.mkdir(parents=True, exist_ok=True)  # someone may have deleted it while the job waited
             process = processes.spawn(self._command(job, self._store.data_dir), log=job.log)
         except OSError as error:
-            self._conclude(job, "failed", f"The trainer could not be started: {error.strerror or error}.")
+            full = error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))  # it waits until there is room
+            reason = f"The trainer could not be started: {error.strerror or error}."
+            self._conclude(job, "paused" if full else "failed", reason, hint="Free some room." if full else "")
             return
         reach("claim: after the spawn")
         who = processes.identity(process.pid)

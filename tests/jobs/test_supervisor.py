@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -106,6 +107,27 @@ def test_a_job_whose_folder_was_deleted_while_it_waited_runs(store: Store, drive
     drive().until_over(id_)
     assert store.job(id_).state == "succeeded"
     assert recorded_steps(store, id_) == list(range(1, 11))
+
+
+@pytest.mark.parametrize(("code", "state"), [(errno.ENOSPC, "paused"), (errno.EMFILE, "failed")])
+def test_a_trainer_that_cannot_be_started_leaves_the_job_where_it_can_go_on(
+    store: Store, drive: Callable[..., object], monkeypatch: pytest.MonkeyPatch, code: int, state: str
+) -> None:
+    id_ = add(store, steps=5)
+    driven = drive()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(processes, "spawn", refuse)
+    driven.supervisor.step(0.0)
+    job = store.job(id_)
+    assert (job.state, job.failure) == (state, f"The trainer could not be started: {os.strerror(code)}.")
+    assert ("Free some room." in (job.remedy or "")) == (state == "paused")
+    monkeypatch.undo()
+    store.enqueue(id_)
+    driven.until_over(id_)
+    assert store.job(id_).state == "succeeded"
 
 
 def test_a_waiting_job_is_starting_after_one_round(store: Store, drive: Callable[..., object]) -> None:
