@@ -122,10 +122,10 @@ class Job:
     @property
     def resumable(self) -> bool:
         """What a page offers as Resume: there is a checkpoint, it was paused before its first one, or its folder is
-        gone, which is told when it is asked for (`lost_folder`)."""
+        gone, which is told by name when it is asked for (`lost_folder`)."""
         if self.state not in RESUMABLE:
             return False
-        return self.state == "paused" or self.has_checkpoint or not self.folder.is_dir()
+        return self.state == "paused" or self.has_checkpoint or bool(self.lost_folder)
 
     @property
     def blocked(self) -> bool:

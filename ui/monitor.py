@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from jobs.job import Job, Series, Streamed
+from jobs.job import UNSUCCESSFUL, Job, Series, Streamed
 from jobs.store import Store
 from ui.charts import (
     DRIFT_COLUMNS,
@@ -76,7 +76,7 @@ def run_view(store: Store, wanted: int, cursor: Cursor, texts: Texts, *, with_lo
     drifts, streamed = _drifts(store, job, cursor), store.streamed(job.id)
     return {
         "time": time.time(),
-        "job": {**job_values(job, texts), "skipped_steps": store.skipped_steps(job.id)},
+        "job": {**job_values(job, texts, held=store.queue_held), "skipped_steps": store.skipped_steps(job.id)},
         "figures": _figures(job, texts, checked=drifts.rows > 0, streams=streamed.steps > 0),
         "notes": {"waits": written_text(job, streamed, texts)},
         "series": _series(store, job, cursor, streams=streamed.steps > 0),
@@ -89,8 +89,8 @@ def run_view(store: Store, wanted: int, cursor: Cursor, texts: Texts, *, with_lo
     }
 
 
-def job_values(job: Job, texts: Texts) -> dict[str, Any]:
-    """A job as the pages show it; Runs and Monitor use the same words for it."""
+def job_values(job: Job, texts: Texts, *, held: bool = False) -> dict[str, Any]:
+    """A job as the pages show it; Runs and Monitor use the same words for it. `held`: the queue starts nothing now."""
     config = job.config
     # Someone may have moved or deleted the result; then there is nothing to go on from.
     export = job.folder / job.export if job.export and is_folder(job.folder / job.export) else None
@@ -99,6 +99,7 @@ def job_values(job: Job, texts: Texts) -> dict[str, Any]:
         "name": job.name or texts["run.untitled"].format(id=job.id),
         "state": job.state,
         "active": job.active,
+        "foreground": job.foreground,
         "final": job.final,
         "attempt": job.attempt,
         "phase": _phase(job),
@@ -117,6 +118,7 @@ def job_values(job: Job, texts: Texts) -> dict[str, Any]:
         "remedy": job.remedy,
         "stop_requested": job.stop_requested,
         "resumable": job.resumable,
+        "waits": waits_text(job, texts, held=held),
         "folder": str(job.folder),
         "method": texts.value("method", config.method),
         "model": short_model(config.model.source),
@@ -124,6 +126,15 @@ def job_values(job: Job, texts: Texts) -> dict[str, Any]:
         "has_card": has_card(job),
         "predicted_bytes": _forecast(job, "memory", "peak_bytes"),
     }
+
+
+def waits_text(job: Job, texts: Texts, *, held: bool) -> str:
+    """Why a queued job does not start though it may be its turn; "" when nothing holds it up."""
+    if job.blocked:
+        ended = job.after_state in UNSUCCESSFUL
+        state = texts[f"state.{job.after_state}"]
+        return texts["runs.waits.ended" if ended else "runs.waits"].format(id=job.after, state=state)
+    return texts["runs.held"] if held and job.state == "queued" else ""
 
 
 def has_card(job: Job) -> bool:
@@ -166,10 +177,20 @@ def stop(store: Store, run: int) -> None:
     store.request_stop(run)
 
 
+def pause(store: Store, run: int) -> None:
+    """Ask a run to save, give its memory back and wait to be resumed. Raises JobError."""
+    store.request_pause(run)
+
+
 def resume(store: Store, run: int) -> None:
-    """Put a stopped or broken run back into the queue, to go on from its checkpoint. Raises JobError."""
+    """Put a stopped or broken run back into the queue, to go on from its checkpoint. Raises JobError.
+
+    One that is just ending as asked goes back once it has; asked twice it is queued once.
+    """
     job = store.job(run)
-    if not job.resumable:
+    if job.lost_folder and job.final:
+        raise JobError(job.lost_folder, "Put the folder back, or use its settings for a new run.")
+    if job.final and not job.resumable:
         raise JobError(f"Run {run} is {job.state} and has no checkpoint to go on from", "Start it again as a new run.")
     store.enqueue(run)
 

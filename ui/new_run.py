@@ -19,7 +19,7 @@ from ui import form
 from ui.checks import Checks
 from ui.column_map import column_map
 from ui.data_card import data_card, left_out, reading_card
-from ui.estimate import error_card, forecast_card, later_card, problems_card
+from ui.estimate import error_card, forecast_card, later_card, notice_card, problems_card
 from ui.form import FieldSpec
 from ui.preset_buttons import Presets, waiting
 from ui.preview import PLAN_PREFIX, Preview, Previewer
@@ -30,7 +30,7 @@ from vramfit.config import STARTER_MODEL, STARTER_QUESTIONS, STARTER_STORIES, Ru
 from vramfit.data.read import ReadOptions, Survey
 from vramfit.data.report import TooManyDropped, check_dropped
 from vramfit.data.shapes import ColumnsError
-from vramfit.errors import ConfigError, DataError, HardwareError, ModelError, Problem, UserError, VramfitError
+from vramfit.errors import ConfigError, DataError, HardwareError, JobError, ModelError, Problem, UserError, VramfitError
 from vramfit.hardware.catalogue import cards
 from vramfit.models.catalogue import known
 from vramfit.places import is_folder, uploads_folder
@@ -101,7 +101,7 @@ class NewRun:
                     waiting("auto", self.texts),
                     elem_id="presets",
                     apply_default_css=False,
-                    js_on_load="window.VF.mountPresets(element, watch, trigger)",
+                    js_on_load="window.VF.mount('Presets', element, watch, trigger)",
                 )
                 with gr.Column(elem_classes="vf-fields vf-simple"):
                     for path in form.SIMPLE:
@@ -115,12 +115,23 @@ class NewRun:
                     elem_classes="vf-estimate-box",
                     elem_id="estimate",
                     apply_default_css=False,
-                    js_on_load="window.VF.mountEstimate(element, watch, trigger)",
+                    js_on_load="window.VF.mount('Estimate', element, watch, trigger)",
+                )
+                # The waiting run whose settings the form holds; "": none. (A gr.State would keep a connection open.)
+                self.editing = gr.Textbox("", visible=False)
+                self.editing_note = gr.HTML(
+                    "",
+                    elem_id="editing",
+                    apply_default_css=False,
+                    js_on_load="window.VF.mount('Editing', element, trigger)",
                 )
                 self.start = gr.Button(start["new.start"], variant="primary", elem_id="start", size="lg")
                 self.download = gr.Button(start["new.download"], elem_id="download", size="sm")
                 self.answer = gr.HTML(
-                    "", elem_id="answer", apply_default_css=False, js_on_load="window.VF.mountAnswer(element, watch)"
+                    "",
+                    elem_id="answer",
+                    apply_default_css=False,
+                    js_on_load="window.VF.mount('Answer', element, watch)",
                 )
         self._listen()
 
@@ -164,14 +175,14 @@ class NewRun:
             elem_id="field-columns",
             elem_classes="vf-wide",
             apply_default_css=False,
-            js_on_load="window.VF.mountColumns(element, watch, trigger)",
+            js_on_load="window.VF.mount('Columns', element, watch, trigger)",
         )
         self.data_card = gr.HTML(
             self._reading(),  # the page asks for the rest as soon as it is drawn
             elem_id="data-card",
             elem_classes="vf-wide",
             apply_default_css=False,
-            js_on_load="window.VF.mountData(element, watch, trigger)",
+            js_on_load="window.VF.mount('Data', element, watch, trigger)",
         )
 
     def _group(self, group: str, specs: list[FieldSpec], shown: Mapping[str, str]) -> None:
@@ -225,12 +236,13 @@ class NewRun:
     @property
     def inputs(self) -> set[Any]:
         """Every widget that says something about the run."""
-        return {*self.widgets.values(), self.data_choice}
+        return {*self.widgets.values(), self.data_choice, self.editing}
 
     @property
     def outputs(self) -> list[Any]:
         """What filling the form from a config may change."""
-        return [*self.widgets.values(), self.data_choice, self.own, self.estimate, self.start, self.answer]
+        fields = [*self.widgets.values(), self.data_choice, self.own]
+        return [*fields, self.estimate, self.start, self.editing, self.editing_note, self.answer]
 
     def _listen(self) -> None:
         quick: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
@@ -281,8 +293,13 @@ class NewRun:
         self.start.click(
             self._guard(self.on_start, self.answer),
             inputs=self.inputs,
-            outputs=[self.estimate, self.answer],
+            outputs=[self.estimate, self.editing, self.editing_note, self.start, self.answer],
             trigger_mode="once",
+            **quick,
+        )
+        self.editing_note.click(
+            self._guard(self._no_editing, self.answer),
+            outputs=[self.editing, self.editing_note, self.start, self.answer],
             **quick,
         )
         self.download.click(
@@ -413,9 +430,23 @@ class NewRun:
             self._check_rows(config)
         except VramfitError as error:
             return {self.estimate: self._error_html(error), self.answer: ""}
+        if edited := int(values[self.editing] or 0):
+            return self._replace(edited, config, preview)
         run = self._add_once(config, preview, session=str(request.session_hash))
         ensure_running(self.store.data_dir)
         return {self.estimate: self._forecast_html(config, preview), self.answer: self._order("open", str(run))}
+
+    def _replace(self, run: int, config: RunConfig, preview: Preview) -> Updates:
+        """Put the form's settings into the place of those of a waiting run, or say that it has begun meanwhile."""
+        try:
+            self.store.replace_config(run, config, forecast=preview.forecast)
+        except JobError as error:
+            return {**self._no_editing(), self.answer: notice_card(error, self.texts)}
+        return {**self._no_editing(), self.answer: self._order("go", "runs")}
+
+    def _no_editing(self) -> Updates:
+        """Start queues a new run again."""
+        return {self.editing: "", self.editing_note: "", self.start: gr.update(value=self.texts["new.start"])}
 
     def _check_rows(self, config: RunConfig) -> None:
         """Raises DataError for rows that cannot be read and TooManyDropped for those that would be left out, as far as
@@ -453,7 +484,8 @@ class NewRun:
         updates[self.data_choice] = starter
         updates[self.widgets["model.source"]] = gr.update(choices=self._models(), value=config.model.source)
         updates[self.own] = gr.update(visible=starter == OWN_FILES)
-        updates[self.start] = gr.update(interactive=True)
+        updates |= self._no_editing()
+        updates[self.start] = gr.update(interactive=True, value=self.texts["new.start"])
         updates[self.estimate] = self._safe_estimate(config, config.device)
         updates[self.answer] = self._order("go", "new")
         return updates
@@ -461,6 +493,21 @@ class NewRun:
     def on_copy(self, run: int) -> Updates:
         """The settings of an old run, to start it again or change a little."""
         return self.on_fill(self.store.job(run).config)
+
+    def on_edit(self, run: int) -> Updates:
+        """The settings of a run that waits, to be changed in its place. Raises JobError when it waits no longer."""
+        job = self.store.job(run)
+        if job.state != "queued" or job.step:
+            raise JobError(f"Run {run} has begun, so its settings stay as they are", "Use them for a new run.")
+        note = _esc(self.texts["new.editing"].format(id=run, name=job.name))
+        leave = _esc(self.texts["new.leave"])
+        button = f'<button type="button" class="vf-button vf-button-small" data-leave>{leave}</button>'
+        return {
+            **self.on_fill(job.config),
+            self.editing: str(run),
+            self.editing_note: f'<div class="vf-editing"><p>{note}</p>{button}</div>',
+            self.start: gr.update(interactive=True, value=self.texts["new.change"]),
+        }
 
     def on_tune(self, run: int) -> Updates:
         """Go on from a run's result: LoRA on questions about the stories."""

@@ -40,11 +40,12 @@ from ui.calibration import Calibrator
 from ui.checks import Checks
 from ui.estimate import notice_card
 from ui.explore import Explorer, page_html
-from ui.monitor import Cursor, resume, run_view, stop
+from ui.monitor import Cursor, run_view
 from ui.new_run import NewRun
 from ui.preset_buttons import Presets
 from ui.preview import Previewer
 from ui.row_view import Find, row_view
+from ui.runs import act as act_on
 from ui.runs import runs_view
 from ui.texts import LANGUAGES, Texts, preferred, texts_of
 from vramfit import __version__
@@ -198,7 +199,9 @@ def build_pages(services: Services, texts: Texts) -> gr.Blocks:
     quick: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
     blocks: gr.Blocks
     with gr.Blocks(title="VRAMFit", analytics_enabled=False) as blocks:
-        gr.HTML(_header(texts), elem_id="header", apply_default_css=False, js_on_load="window.VF.mountHeader(element)")
+        gr.HTML(
+            _header(texts), elem_id="header", apply_default_css=False, js_on_load="window.VF.mount('Header', element)"
+        )
         with gr.Column(elem_id="page-new", elem_classes="vf-page"):
             page = NewRun(
                 store=store,
@@ -212,14 +215,14 @@ def build_pages(services: Services, texts: Texts) -> gr.Blocks:
             gr.HTML(
                 page_html(services.previewer, texts),
                 apply_default_css=False,
-                js_on_load="window.VF.mountExplore(element)",
+                js_on_load="window.VF.mount('Explore', element)",
             )
         with gr.Column(elem_id="page-monitor", elem_classes="vf-page"):
             monitor_note = gr.HTML("", elem_classes="vf-page-note", apply_default_css=False)
             monitor = gr.HTML(
                 '<div class="vf-monitor"></div>',
                 apply_default_css=False,
-                js_on_load="window.VF.mountMonitor(element, trigger)",
+                js_on_load="window.VF.mount('Monitor', element, trigger)",
             )
         with gr.Column(elem_id="page-runs", elem_classes="vf-page"):
             gr.HTML(f"<h1>{html.escape(texts['runs.title'])}</h1>", elem_classes="vf-lead", apply_default_css=False)
@@ -227,15 +230,17 @@ def build_pages(services: Services, texts: Texts) -> gr.Blocks:
             runs = gr.HTML(
                 '<div class="vf-runs"></div>',
                 apply_default_css=False,
-                js_on_load="window.VF.mountRuns(element, trigger)",
+                js_on_load="window.VF.mount('Runs', element, trigger)",
             )
 
         def on_action(note: Any) -> Callable[[gr.EventData], dict[Any, Any]]:
             def act(event: gr.EventData) -> dict[Any, Any]:
                 action, run = str(event.action), int(event.run)
-                if action in ("copy", "tune"):
-                    return {note: "", **(page.on_copy(run) if action == "copy" else page.on_tune(run))}
-                (resume if action == "resume" else stop)(store, run)
+                fill = {"copy": page.on_copy, "tune": page.on_tune, "edit": page.on_edit}.get(action)
+                if fill is not None:
+                    return {note: "", **fill(run)}
+                wish = {"after": int(event.after), "anyway": bool(event.anyway)} if action == "after" else {}
+                act_on(store, action, run, **wish)
                 ensure_running(services.data_dir)
                 return {note: ""}
 
@@ -304,6 +309,12 @@ def _header(texts: Texts) -> str:
     )
 
 
+# gradio adds our scripts to a page that it is building already: a part may be there before the script that it needs.
+_MOUNT: Final = (
+    "VF.mount=(part,...given)=>VF[`mount${part}`]?VF[`mount${part}`](...given):setTimeout(VF.mount,20,part,...given);"
+)
+
+
 def _head(texts: Texts) -> str:
     """Our style and scripts; the words they need are written into the page."""
     known = {"language": texts.language, "words": texts.words, "plotly": _asset_url("plotly.min.js")}
@@ -315,7 +326,7 @@ def _head(texts: Texts) -> str:
     return (
         f'<link rel="icon" href="{_asset_url("icon.svg")}" type="image/svg+xml">'
         f'<link rel="stylesheet" href="{_asset_url("panel.css")}">'
-        f"<script>window.VF={values};</script>{scripts}"
+        f"<script>window.VF={values};{_MOUNT}</script>{scripts}"
     )
 
 

@@ -6,15 +6,52 @@ import time
 from typing import Any, Final
 
 from jobs.store import Store
-from ui.monitor import job_values
+from ui.monitor import job_values, pause, resume, stop
 from ui.texts import Texts
+from vramfit.errors import UserError
 
 SHOWN: Final = 200
 
 
 def runs_view(store: Store, texts: Texts) -> dict[str, Any]:
-    """The newest SHOWN runs, newest first, as plain JSON values."""
-    return {"time": time.time(), "runs": [job_values(job, texts) for job in store.jobs(limit=SHOWN)]}
+    """What is at work, then what waits in its order, then the newest SHOWN of the others, as plain JSON values."""
+    held, queued = store.queue_held, store.queued_jobs(limit=SHOWN)
+    others = [job for job in store.jobs(limit=SHOWN) if not job.active and job.state != "queued"]
+    runs = [job_values(job, texts, held=held) for job in (*store.active_jobs(), *others)]
+    waiting = [
+        {
+            **job_values(job, texts, held=held),
+            "place": place,
+            "changeable": job.step == 0,
+            "after": job.after,
+            "after_anyway": job.after_anyway,
+            "blocked": job.blocked,
+        }
+        for place, job in enumerate(queued, start=1)
+    ]
+    at_work = sum(run["active"] for run in runs)
+    return {"time": time.time(), "held": held, "runs": [*runs[:at_work], *waiting, *runs[at_work:]]}
+
+
+def act(store: Store, action: str, run: int, *, after: int = 0, anyway: bool = False) -> None:
+    """What a button of the Runs or Monitor page asks for. Raises JobError, and UserError for an unknown action."""
+    match action:
+        case "stop":
+            stop(store, run)
+        case "pause":
+            pause(store, run)
+        case "resume":
+            resume(store, run)
+        case "up" | "down":
+            store.move(run, later=action == "down")
+        case "duplicate":
+            store.duplicate(run)
+        case "after":
+            store.set_after(run, after or None, anyway=anyway)
+        case "hold" | "release":
+            store.hold_queue(action == "hold")
+        case _:
+            raise UserError(f"The page asks for {action!r}, which this version does not know", "Reload the page.")
 
 
 def exports(store: Store, texts: Texts) -> list[tuple[str, str]]:

@@ -10,10 +10,9 @@ import pytest
 
 from jobs.store import SUPERVISOR_LEASE, Store
 from jobs.supervisor import Patience, Supervisor
+from tests.jobs.test_store import metrics
 from vramfit.config import RunConfig
 from vramfit.errors import JobError
-
-from .test_store import metrics
 
 
 @pytest.fixture

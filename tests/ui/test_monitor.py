@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from ui.monitor import (
     Cursor,
     choose_run,
     job_values,
+    pause,
     resume,
     run_view,
     short_model,
@@ -112,6 +114,32 @@ def test_a_run_with_a_checkpoint_goes_back_into_the_queue(store: Store, seed_run
     checkpoint = store.job(run).checkpoints / "step-00000020"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text("{}", encoding="utf-8")
+    resume(store, run)
+    assert store.job(run).state == "queued"
+
+
+def test_a_run_whose_folder_was_deleted_is_told_by_name(store: Store, seed_run: SeedRun) -> None:
+    run = seed_run(state="interrupted")
+    folder = store.job(run).folder
+    shutil.rmtree(folder)
+    assert store.job(run).resumable, "so that it can be asked for"
+    with pytest.raises(JobError) as caught:
+        resume(store, run)
+    assert caught.value.what == f"The folder of run {run}, {folder}, is gone, and with it its checkpoints up to step 20"
+    assert store.job(run).state == "interrupted"
+
+
+def test_pause_twice_and_resume_twice_are_pause_and_resume(store: Store, seed_run: SeedRun) -> None:
+    run = seed_run(state="running")
+    pause(store, run)
+    pause(store, run)
+    assert store.job(run).state == "pausing"
+    resume(store, run)
+    resume(store, run)
+    store.transition(run, expected=("pausing",), state="paused")
+    assert store.job(run).state == "queued", "asked for while it was still pausing"
+    pause(store, run)
+    assert job_values(store.job(run), EN)["resumable"], "from its start, as it has no checkpoint"
     resume(store, run)
     assert store.job(run).state == "queued"
 

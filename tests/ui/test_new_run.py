@@ -19,7 +19,7 @@ from ui.preview import PLAN_PREFIX, Preview, Previewer
 from ui.samples import Sample
 from ui.texts import texts_of
 from vramfit.config import RunConfig
-from vramfit.errors import UserError
+from vramfit.errors import JobError, UserError
 from vramfit.hardware.catalogue import cards
 from vramfit.starter.recipe import starter_run
 
@@ -82,6 +82,38 @@ def test_other_settings_or_another_tab_are_another_run(page: NewRun, store: Stor
     page.on_start(_values(page, seed="7"), SESSION)
     page.on_start(_values(page), SimpleNamespace(session_hash="tab-2"))
     assert len(store.jobs()) == 3
+
+
+def test_a_waiting_run_is_changed_in_its_place(page: NewRun, store: Store, started: list[Path]) -> None:
+    first = store.add_job(RunConfig(name="first"))
+    run = store.add_job(RunConfig(name="second", seed=7))
+    store.move(run, later=False)
+    updates = page.on_edit(run)
+    assert (updates[page.editing], updates[page.widgets["seed"]]) == (str(run), "7")
+    assert f"You are changing run {run} (second)" in updates[page.editing_note]
+    assert updates[page.start]["value"] == "Save the changes"
+    answer = page.on_start({**_values(page, seed="8"), page.editing: str(run)}, SESSION)
+    assert 'data-go="runs"' in answer[page.answer]
+    assert (answer[page.editing], answer[page.editing_note], answer[page.start]["value"]) == ("", "", "Start")
+    assert (store.job(run).config.seed, store.queue(), len(store.jobs())) == (8, [run, first], 2)
+    assert store.job(run).forecast["steps"] == STEPS
+
+
+def test_a_run_that_began_while_it_was_changed_keeps_its_settings(page: NewRun, store: Store) -> None:
+    run = store.add_job(RunConfig(seed=7))
+    store.claim_next("test:1")
+    answer = page.on_start({**_values(page, seed="8"), page.editing: str(run)}, SESSION)
+    assert f"Run {run} has begun" in answer[page.answer]
+    assert answer[page.editing] == ""
+    assert store.job(run).config.seed == 7
+    with pytest.raises(JobError, match="has begun"):
+        page.on_edit(run)
+
+
+def test_filling_the_form_from_another_run_ends_the_change(page: NewRun, store: Store) -> None:
+    updates = page.on_copy(store.add_job(RunConfig()))
+    assert (updates[page.editing], updates[page.editing_note], updates[page.start]["value"]) == ("", "", "Start")
+    assert set(updates) <= set(page.outputs)
 
 
 def test_start_with_wrong_fields_adds_nothing_and_names_them(page: NewRun, store: Store) -> None:

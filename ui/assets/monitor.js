@@ -195,11 +195,12 @@
       this.tiles = {};
       this.badge = make("span", { class: "vf-badge" });
       this.stopButton = make("button", { class: "vf-button vf-button-stop", type: "button", "data-act": "stop" });
+      this.pauseButton = make("button", { class: "vf-button", type: "button", "data-act": "pause" });
       this.resumeButton = make("button", { class: "vf-button vf-button-primary", type: "button" }, VF.word("monitor.resume"));
       this.copyButton = make("button", { class: "vf-button", type: "button", "data-act": "copy" }, VF.word("monitor.copy"));
       this.tuneButton = make("button", { class: "vf-button vf-button-primary", type: "button", "data-act": "tune" }, VF.word("monitor.finetune"));
       part("runHead", "div", part("runName", "h2"), this.badge, part("runFacts", "span"),
-        make("span", { class: "vf-actions" }, this.copyButton, this.resumeButton, this.stopButton));
+        make("span", { class: "vf-actions" }, this.copyButton, this.resumeButton, this.pauseButton, this.stopButton));
       this.fill = make("i");
       this.bar = make("div", { class: "vf-progress-bar", role: "progressbar" }, this.fill);
       part("progress", "div", make("div", { class: "vf-progress-line" }, part("phase", "span"), part("steps", "span")), this.bar);
@@ -219,6 +220,7 @@
       for (const hidden of [this.body, this.offline, this.none, this.failure, this.result, this.note, this.waiting]) hidden.hidden = true;
       this.stopButton.addEventListener("click", () => this.pressStop());
       this.resumeButton.addEventListener("click", () => this.act("resume"));
+      this.pauseButton.addEventListener("click", () => this.pressPause());
       this.copyButton.addEventListener("click", () => this.act("copy"));
       this.tuneButton.addEventListener("click", () => this.act("tune"));
     }
@@ -241,12 +243,19 @@
       this.act("stop");
     }
 
+    // Pause is no loss, so it does not ask.
+    pressPause() {
+      this.pauseSent = true;
+      this.drawHead();
+      this.act("pause");
+    }
+
     forget() {
       this.cursor = { series_after: 0, telemetry_after: 0, drift_after: 0, events_after: 0, samples_known: -1 };
       this.charts = [];
       this.figureKey = "";
       this.job = null;
-      this.stopSent = false;
+      this.stopSent = this.pauseSent = false;
       this.last = {};
       this.grid.replaceChildren();
       this.eventList.replaceChildren();
@@ -330,8 +339,13 @@
       VF.text(this.badge, VF.word(`state.${job.state}`));
       this.badge.className = `vf-badge vf-state-${job.state}`;
       VF.text(this.runFacts, [`#${job.id}`, job.model, job.method, job.device].filter(Boolean).join(" · "));
-      const stopping = !job.final && (job.stop_requested || ["stopping", "pausing"].includes(job.state) || this.stopSent);
+      if (!job.active) this.stopSent = this.pauseSent = false; // it ended, and may go on later
+      const pausing = job.active && job.state !== "stopping" && !this.stopSent && (job.state === "pausing" || this.pauseSent);
+      const stopping = job.active && !pausing && (job.state === "stopping" || this.stopSent);
       VF.show(this.stopButton, !job.final);
+      VF.show(this.pauseButton, job.active && !job.foreground);
+      this.pauseButton.disabled = pausing || stopping;
+      VF.text(this.pauseButton, VF.word(pausing ? "state.pausing" : "monitor.pause"));
       this.stopButton.disabled = stopping;
       VF.text(this.stopButton, VF.word(stopping ? "state.stopping" : job.state === "queued" ? "runs.cancel" : this.confirming ? "monitor.stop.confirm" : "monitor.stop"));
       this.stopButton.classList.toggle("vf-confirm", !!this.confirming);
@@ -344,7 +358,8 @@
       const phase = job.phase;
       const training = job.step > 0 && (!phase || phase.name === "training");
       let line = VF.word(`state.${job.state}`);
-      if (job.state === "queued") line = VF.word("run.queued");
+      if (job.state === "queued") line = job.waits || VF.word("run.queued");
+      else if (job.state === "pausing" || (job.active && this.pauseSent && !this.stopSent)) line = VF.word("monitor.pausing");
       else if (job.state === "stopping" || (job.active && this.stopSent)) line = VF.word("monitor.stopping");
       else if (job.active && phase) line = VF.word(`run.${phase.name}`) + (phase.detail ? `: ${phase.detail}` : "");
       if (job.active && job.heartbeat_at && this.now - job.heartbeat_at > 20) {

@@ -323,6 +323,13 @@
     });
   };
 
+  // New run: the form holds the settings of a waiting run; its button lets go of it.
+  VF.mountEditing = (element, trigger) => {
+    element.addEventListener("click", (event) => {
+      if (event.target.closest("[data-leave]")) trigger("click", {});
+    });
+  };
+
   VF.markFields = (element) => {
     for (const note of document.querySelectorAll(".vf-field-problem")) note.remove();
     for (const field of document.querySelectorAll(".vf-wrong")) field.classList.remove("vf-wrong");
