@@ -49,23 +49,20 @@ ARRIVALS: Final = {
 """At which arrival a fault strikes: mostly where an older checkpoint is there. The others strike at the first."""
 
 CHOSEN: Final = (
-    ("save: before the files", "enospc"),
-    ("save: tensors written", "kill"),
+    ("save: before the files", "eio"),
     ("save: tensors written", "enospc"),
     ("save: manifest written", "kill"),
-    ("save: manifest written", "eio"),
     ("save: renamed", "kill"),
     ("save: rotating", "kill"),
     ("export: weights written", "enospc"),
-    ("export: before the move", "kill"),
+    ("export: before the move", "error"),
     ("trainer: before a step", "kill"),
-    ("trainer: in a step", "kill"),
-    ("trainer: after a step", "error"),
-    ("trainer: after an evaluation", "kill"),
+    ("trainer: in a step", "eio"),
+    ("trainer: after a step", "kill"),
+    ("trainer: after an evaluation", "error"),
     ("claim: before the spawn", "kill"),
     ("claim: after the spawn", "error"),
     ("recorder: flush", "kill"),
-    ("recorder: flush", "error"),
 )
 """What is tried where the full cross product would take too long: each point and each kind."""
 
