@@ -505,7 +505,7 @@ WORDS: dict[str, str] = {
     "runs.after.anyway": "also if that one fails",
     "runs.hold": "Hold the queue",
     "runs.release": "Let the queue go on",
-    "runs.held": "The queue is held: nothing starts until it is let go on.",
+    "runs.held": "The queue is held: nothing starts until you let it go on.",
     "runs.waits": "Waits for run {id} ({state}).",
     "runs.waits.ended": "Run {id}, which it comes after, is {state}. Resume that one, or let this one start "
     "all the same.",
