@@ -198,6 +198,8 @@ class Governor:
         self.modes = list(modes or self.modes)
         if not values or len(values["modes"]) != len(self.modes):
             return
+        if not set(values["modes"]) <= set(get_args(Stay) if "visit" in self.allowed else MODES):
+            return  # of a run whose model lay elsewhere
         self._calm, self._patience = values["calm"], dict(values["patience"])
         self._given_up, self._needed = set(values["given_up"]), set(values["needed"])
         self._freed = dict(values["freed"])

@@ -70,8 +70,9 @@ def check_kind(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> N
 
 
 def _put_back(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: dict[str, Any]) -> None:
-    if isinstance(optimizer, HostStates) and MASTER in state:
-        optimizer.master(parameter).copy_(state.pop(MASTER))
+    master = state.pop(MASTER, None)
+    if master is not None:  # what is trained; where that is the weight itself, it takes its place
+        (optimizer.master(parameter) if isinstance(optimizer, HostStates) else parameter.detach()).copy_(master)
     if bitsandbytes_states.is_ours(optimizer):
         bitsandbytes_states.restore(optimizer, parameter, state)
     elif state:

@@ -330,13 +330,7 @@ class ResidentExecutor:
             self._scaler.load_state_dict(dict(values["scaler"]))
         self.recovery.most_rows = int(values.get("most_rows", 0))
         self.raised.set(values.get("raised", ()))
-        if values.get("activations"):
-            # What was compressed stays so, or the last bits would change; what memory bears less of now goes on so.
-            keep: Mode = "keep"
-            planned = self.activations or (keep,) * len(values["activations"])
-            self.set_activations([tighter(now, then) for now, then in zip(planned, values["activations"], strict=True)])
-        if self.governor:
-            self.governor.load_state(values.get("governor", {}), modes=self.activations)
+        self._load_activations(values)
         set_random_state(self.device, dict(Chosen.under(tensors, RANDOM)))
 
     def has_finite_weights(self) -> bool:
@@ -348,6 +342,15 @@ class ResidentExecutor:
 
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+    def _load_activations(self, values: Mapping[str, Any]) -> None:
+        if values.get("activations"):
+            # What was compressed stays so, or the last bits would change; what memory bears less of now goes on so.
+            keep: Mode = "keep"
+            planned = self.activations or (keep,) * len(values["activations"])
+            self.set_activations([tighter(now, then) for now, then in zip(planned, values["activations"], strict=True)])
+        if self.governor:
+            self.governor.load_state(values.get("governor", {}), modes=self.activations)
 
     @torch.no_grad()
     def _load_weights(self, saved: Mapping[str, Tensor]) -> None:

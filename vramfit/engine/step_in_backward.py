@@ -40,6 +40,20 @@ def step_one(
         optimizer.param_groups = whole
 
 
+def refused_fp16() -> ConfigError:
+    """fp16's scaler must be able to refuse a whole step, and in one pass some weights have moved by then."""
+    return ConfigError(
+        [
+            Problem(
+                field="memory.optimizer_step",
+                what="A step in backward in one pass cannot be taken back, and fp16 must refuse steps whose gradients "
+                "overflow",
+                remedy="Choose in backward (two passes), or bf16 or fp32.",
+            )
+        ]
+    )
+
+
 class GradientNorms:
     """Norms of gradients that are not there together, in the order of the weights. Undoes fp16's scale on the way."""
 
@@ -171,16 +185,7 @@ class OnePass(_InBackward):
         max_grad_norm: float,
     ) -> None:
         if scaler is not None:
-            raise ConfigError(
-                [
-                    Problem(
-                        field="memory.optimizer_step",
-                        what="A step in backward in one pass cannot be taken back, and fp16 must refuse steps whose "
-                        "gradients overflow",
-                        remedy="Choose in backward (two passes), or bf16 or fp32.",
-                    )
-                ]
-            )
+            raise refused_fp16()
         super().__init__(optimizer, parameters, scaler=None, max_grad_norm=max_grad_norm)
         self._norm_before: float | None = None
         self._refused = False

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vramfit.engine.step_in_backward import refused_fp16
 from vramfit.engine.trained_blocks import TrainedBlocks, Where
 from vramfit.engine.update import Around, Finish, Made, Trained, fetch, norms_of, problem_of, total_norm
 
@@ -40,11 +41,11 @@ class _OfBlocks:
         """In which backward, or the next step, waited for gradients to be taken away or weights to be stepped."""
 
     def passes(self, run: Callable[[Around], Made[Trained]]) -> Made[Trained]:
-        self._settle()
+        self.settle()
         self._blocks.forget()
         self._norms.clear()
         made = run(self._around)
-        self._settle()
+        self.settle()
         return made
 
     def block_is_done(self, block: int, gradients: Mapping[str, Tensor]) -> None:
@@ -53,7 +54,7 @@ class _OfBlocks:
         for where, gradient in found:
             self._measure(where, gradient)
         arrived = _now(found[0][1].device) if found else None
-        self._settle()  # one block's gradients are on their way, never two
+        self.settle()  # one block's gradients are on their way, never two
         self._going = self._thread.submit(self._take_away, found, arrived)
 
     def values(self) -> dict[str, Any]:
@@ -87,7 +88,8 @@ class _OfBlocks:
                 self._measure(where, gradient)
         return total_norm([self._norms[where.name] for where in self._blocks.places if where.name in self._norms])
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Wait until no thread works on gradients or weights."""
         going, self._going = self._going, None
         if going is not None:
             with self._waiting():
@@ -146,7 +148,9 @@ class BesideBackward(_OfBlocks):
     """Each block's step while the block before it is in backward; clipped by the norm of the step before."""
 
     def __init__(self, blocks: TrainedBlocks, *, scaler: torch.amp.GradScaler | None, max_grad_norm: float) -> None:
-        super().__init__(blocks, scaler=scaler, max_grad_norm=max_grad_norm)
+        if scaler is not None:
+            raise refused_fp16()
+        super().__init__(blocks, scaler=None, max_grad_norm=max_grad_norm)
         self._norm_before: float | None = None
         self._refused = False
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +28,30 @@ from vramfit.engine.optimizer_state import check_kind
 from vramfit.engine.peak import VisitsPeak
 from vramfit.engine.precision import fp32_products
 from vramfit.engine.randomness import random_state, set_random_state
-from vramfit.engine.resident import MODEL, OPTIMIZER, Chosen, Piece, ResidentExecutor, StepResult, Trained, _no_tokens
+from vramfit.engine.recovery import halves, is_out_of_memory
+from vramfit.engine.resident import (
+    MODEL,
+    OPTIMIZER,
+    Chosen,
+    Piece,
+    ResidentExecutor,
+    StepResult,
+    Trained,
+    _a_single,
+    _no_tokens,
+)
 from vramfit.engine.step_of_blocks import AfterLastBlock, BesideBackward
 from vramfit.engine.tied import TiedGradient
 from vramfit.engine.trained_blocks import TrainedBlocks
-from vramfit.engine.update import Around
+from vramfit.engine.update import Around, norms_of, total_norm
 from vramfit.engine.visiting import Call, VisitedBlocks
 from vramfit.engine.waiting import WaitingInputs
 from vramfit.engine.waits import Waits
 from vramfit.models.adapters import merged_tensors
 from vramfit.planning.plan import Plan
+
+HandOver = Callable[[int, Mapping[str, Tensor]], None]
+"""(block, gradients of its weights by their names there)"""
 
 
 class StreamingExecutor(ResidentExecutor):
@@ -61,7 +76,12 @@ class StreamingExecutor(ResidentExecutor):
         self._tied: TiedGradient | None = None
         # Each block is recomputed here anyway: it must not do so by itself as well.
         resident = dataclasses.replace(
-            plan, recompute=0, compress=0, input_tier="device", weights_tier="device", optimizer_in_backward=False
+            plan,
+            recompute=0,
+            compress=0,
+            input_tier="device",
+            weights_tier="device",
+            optimizer_in_backward=plan.optimizer_in_backward and trained is None,
         )
         with visits.head_present():  # how the loss goes through it is tried
             super().__init__(model, plan=resident, optimizer=optimizer, max_grad_norm=max_grad_norm, **options)
@@ -69,8 +89,10 @@ class StreamingExecutor(ResidentExecutor):
         if trained is not None:
             kind = BesideBackward if plan.optimizer_in_backward and plan.clip_passes == 1 else AfterLastBlock
             self._end = self._of_blocks = kind(trained, scaler=self._scaler, max_grad_norm=max_grad_norm)
+        self._hand_over: HandOver | None = None if self._of_blocks is None else self._of_blocks.block_is_done
         self._peak = VisitsPeak(model, optimizer, self.device, places=lambda: visits.stream.places, waiting=self._held)
-        self._draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+        self._draws = _draws(model)
+        self._drawn_first: list[dict[str, Tensor] | None] = []
         self._embedding_trains = any(
             value.requires_grad and not _is_in_blocks(name, visits) for name, value in model.named_parameters()
         )
@@ -111,15 +133,35 @@ class StreamingExecutor(ResidentExecutor):
 
     def gradients(self, piece: Piece, *, scale: float = 1.0) -> tuple[float, dict[str, Tensor | None]]:
         """As in ResidentExecutor; block by block, because a graph over all blocks would need them all at once."""
+        in_blocks: dict[str, Tensor | None] = {}
+
+        def keep(block: int, found: Mapping[str, Tensor]) -> None:
+            inside = f"{self.visits.prefix}.{block}"
+            in_blocks.update({f"{inside}.{name}": gradient for name, gradient in found.items()})
+
+        loss, outside = self._measured(piece, scale, keep)
+        return loss, {**outside, **in_blocks}
+
+    def measure(self, piece: Piece, *, scale: float = 1.0) -> tuple[float, float]:
+        """As in ResidentExecutor, without ever having all gradients."""
+        norms: list[Tensor] = []
+        loss, outside = self._measured(piece, scale, lambda _, found: norms.extend(norms_of(list(found.values()))))
+        norms += norms_of([each for each in outside.values() if each is not None])
+        return loss, total_norm(norms).item() / scale
+
+    def _measured(self, piece: Piece, scale: float, hand_over: HandOver) -> tuple[float, dict[str, Tensor | None]]:
+        """(mean loss, gradients outside the blocks); those of blocks that train go to `hand_over`, and no further."""
         held = {name: value.grad for name, value in self._trained.items()}
         for value in self._trained.values():
             value.grad = None
-        targets = targets_of(piece)
+        targets, usual = targets_of(piece), self._hand_over
+        self._hand_over = None if self.trained is None else hand_over
         try:
             with fp32_products(self.raised.compute):
                 losses = self._gradients_of([(piece, targets)], scale / targets.weight, _nothing_around)
             made = {name: value.grad for name, value in self._trained.items()}
         finally:
+            self._hand_over = usual
             for name, value in self._trained.items():
                 value.grad = held[name]
         return losses[0].item() / targets.weight, made
@@ -141,11 +183,16 @@ class StreamingExecutor(ResidentExecutor):
                 blocks[int(name.removeprefix(inside).partition(".")[0])][name] = value
             return [dict(self._saved_tensors()), *blocks]
         base = base_model(self.model)
-        outside = merged_tensors(base, without=self.visits.prefix)
+        looked_up = dict(self.visits.looked_up)
+        adapted = [name for name in looked_up if _is_adapted(base, name)]
+        with self.visits.head_present() if adapted else contextlib.nullcontext():
+            outside = merged_tensors(base, without=self.visits.prefix)
+        for name in adapted:
+            del looked_up[name]
         once = dict(base.named_parameters())
         again = [name for name, _ in base.named_parameters(remove_duplicate=False) if name not in once]
         outside = {name: value for name, value in outside.items() if name not in again}
-        return [{**outside, **self.visits.looked_up}, *map(self._merged_block, range(len(self.visits.blocks)))]
+        return [{**outside, **looked_up}, *map(self._merged_block, range(len(self.visits.blocks)))]
 
     def _merged_block(self, block: int) -> dict[str, Tensor | Later]:
         """The block's weights with its adapters, made when the first of them is asked for."""
@@ -180,24 +227,53 @@ class StreamingExecutor(ResidentExecutor):
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[float, int]:
         """As in ResidentExecutor, as many micro-batches at a time as a step has."""
         total, tokens, weight = 0.0, 0, 0.0
-        batches = list(micro_batches)
+        waiting = [piece for batch in micro_batches for piece in self.pieces(batch)]
+        together = self._micro_batches
         with evaluation_mode(self.model), fp32_products(self.raised.compute):
-            for start in range(0, len(batches), self._micro_batches):
-                pieces = [
-                    piece for batch in batches[start : start + self._micro_batches] for piece in self.pieces(batch)
-                ]
-                targets = [targets_of(piece) for piece in pieces]
-                hidden, _ = self._forward(pieces, keep=False)
-                with self.visits.head_present():
-                    for piece, each, end in zip(pieces, targets, hidden, strict=True):
-                        if each.count == 0:
-                            continue
-                        with self.visits.given(end):
-                            total += self._sums(piece, each).cross_entropy.item()
-                        tokens, weight = tokens + each.count, weight + each.weight
+            while waiting:
+                pieces = waiting[:together]
+                found, failure = self._try_losses(pieces)
+                if failure and together > 1:
+                    together = halves(together)[0]
+                elif failure:
+                    self.recovery.shrink(pieces[0].rows, failure, _a_single(pieces))
+                    waiting = [part for piece in waiting for part in self._cut(piece)]
+                else:
+                    total += math.fsum(found)
+                    targets = [targets_of(piece) for piece in pieces]
+                    tokens += sum(each.count for each in targets)
+                    weight += math.fsum(each.weight for each in targets)
+                    del waiting[: len(pieces)]
         if tokens == 0:
             raise _no_tokens("The held-out share")
         return total / weight, tokens
+
+    def _try_losses(self, pieces: Sequence[Piece]) -> tuple[list[float], str]:
+        """(summed losses of pieces that go through the blocks together, ""), or ([], why memory ran out)."""
+        losses = []
+        try:
+            hidden, _ = self._forward(pieces, keep=False)
+            with self.visits.head_present():
+                for piece, end in zip(pieces, hidden, strict=True):
+                    targets = targets_of(piece)
+                    if targets.count:
+                        with self.visits.given(end):
+                            losses.append(self._sums(piece, targets).cross_entropy.item())
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return [], str(error) or type(error).__name__
+        return losses, ""
+
+    def _load_activations(self, values: Mapping[str, Any]) -> None:
+        """Blocks are recomputed whatever they did before; what had to leave the device stays away."""
+        governed = values.get("governor") or {}
+        saved = governed.get("modes", [])
+        if len(saved) == len(self.visits.blocks) and set(saved) <= set(get_args(Stay)):
+            pairs = zip(self.stays, saved, strict=True)
+            self.set_stays(["stay" if now == then == "stay" else "visit" for now, then in pairs])
+        if self.governor:
+            self.governor.load_state(governed, modes=self.stays)
 
     def _device(self) -> torch.device:
         """Not where the first parameter is: it may be hollow."""
@@ -231,7 +307,14 @@ class StreamingExecutor(ResidentExecutor):
         if trained.tokens == 0:
             raise _no_tokens("This step")
         kept = [(piece, each) for piece, each in everything if each.count]
-        return self._gradients_of(kept, self.loss_scale / trained.weight, around), trained
+        try:
+            return self._gradients_of(kept, self.loss_scale / trained.weight, around), trained
+        except BaseException:
+            # Who repeats the step must know which weights have changed, and no thread may change one after that.
+            if self._of_blocks is not None:
+                with contextlib.suppress(Exception):
+                    self._of_blocks.settle()
+            raise
 
     def _gradients_of(self, kept: Sequence[tuple[Piece, Targets]], factor: float, around: Around) -> list[Tensor]:
         """The summed losses; gradients of their sum times `factor` in `.grad`."""
@@ -241,8 +324,8 @@ class StreamingExecutor(ResidentExecutor):
         tied = self._tied = self._tied_gradient([piece for piece, _ in kept])
         with self.visits.head_present():
             losses, upstream = self._losses(kept, hidden, factor, tied)
-        with around(losses):
-            self._backward(upstream, calls)
+        with around(losses) if self._of_blocks is not None else contextlib.nullcontext():
+            self._backward(upstream, calls, lambda: around(losses))
         if self._embedding_trains:
             self._before_blocks([piece for piece, _ in kept], upstream, tied)
         if tied is not None:
@@ -264,7 +347,11 @@ class StreamingExecutor(ResidentExecutor):
 
     def _forward(self, pieces: Sequence[Piece], *, keep: bool) -> tuple[list[Tensor], list[list[Call]]]:
         """(what the last block gives for each piece, each piece's calls of the blocks); inputs wait where planned."""
-        caught = [self.visits.catch(lambda piece=piece: self._call_decoder(piece)) for piece in pieces]  # type: ignore[misc]
+        caught = []
+        self._drawn_first.clear()
+        for piece in pieces:
+            self._drawn_first.append(self._drawn())
+            caught.append(self.visits.catch(lambda piece=piece: self._call_decoder(piece)))  # type: ignore[misc]
         hidden = [each.hidden for each in caught]
         for block in range(len(self.visits.blocks)):
             with self.visits.present(block, "up"):
@@ -294,15 +381,22 @@ class StreamingExecutor(ResidentExecutor):
             upstream.append(end.grad)
         return losses, upstream
 
-    def _backward(self, upstream: list[Tensor], calls: Sequence[Sequence[Call]]) -> None:
-        """Through the blocks in reverse. `upstream` [pieces] becomes the gradient of the first block's inputs."""
-        after = random_state(self.device) if self._draws else None
+    def _backward(
+        self,
+        upstream: list[Tensor],
+        calls: Sequence[Sequence[Call]],
+        around: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        """Through the blocks in reverse. `upstream` [pieces] becomes the gradient of the first block's inputs. Where
+        adapters train, `around` goes around each block's last micro-batch, which makes their gradients whole."""
+        after, last = random_state(self.device) if self._draws else None, len(upstream) - 1
         for block in reversed(range(len(self.visits.blocks))):
             with self.visits.present(block, "down"):
                 for index in range(len(upstream)):
-                    self._backward_of(block, index, upstream, calls[index][block])
-                if self._of_blocks is not None:
-                    self._of_blocks.block_is_done(block, self.visits.gradients(block))
+                    with around() if index == last and self.trained is None else contextlib.nullcontext():
+                        self._backward_of(block, index, upstream, calls[index][block])
+                if self._hand_over is not None:
+                    self._hand_over(block, self.visits.gradients(block))
         if after is not None:
             set_random_state(self.device, after)
 
@@ -329,7 +423,11 @@ class StreamingExecutor(ResidentExecutor):
 
     def _before_blocks(self, pieces: Sequence[Piece], upstream: Sequence[Tensor], tied: TiedGradient | None) -> None:
         """Gradients of what comes before the blocks: their forward once more, now to be differentiated."""
+        after = random_state(self.device) if self._draws else None
         for index, (piece, gradient) in enumerate(zip(pieces, upstream, strict=True)):
+            drawn = self._drawn_first[index]
+            if drawn is not None:
+                set_random_state(self.device, drawn)
             with torch.enable_grad():
                 caught = self.visits.catch(lambda piece=piece: self._call_decoder(piece))  # type: ignore[misc]
             if caught.hidden.requires_grad:
@@ -337,6 +435,8 @@ class StreamingExecutor(ResidentExecutor):
                     torch.autograd.backward(caught.hidden, gradient)
                 if tied is not None:
                     tied.add_embedding()
+        if after is not None:
+            set_random_state(self.device, after)
 
     def _call_decoder(self, piece: Piece) -> None:
         with self._computing():
@@ -355,6 +455,18 @@ class StreamingExecutor(ResidentExecutor):
 
 def _nothing_around(losses: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
+
+
+def _draws(model: nn.Module) -> bool:
+    """Whether a forward in training draws random numbers: by a module for it, or by functions that the config rules."""
+    config = base_model(model).config.to_dict()
+    named = [value for key, value in config.items() if "drop" in key or "jitter" in key]
+    modules = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    return modules or any(isinstance(value, float) and value > 0 for value in named)
+
+
+def _is_adapted(base: nn.Module, name: str) -> bool:
+    return hasattr(base.get_submodule(name.rpartition(".")[0]), "get_delta_weight")
 
 
 def _published(block: nn.Module) -> dict[str, Tensor]:

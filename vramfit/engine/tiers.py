@@ -110,10 +110,8 @@ class DiskTier:
 
     def read(self, block: int, into: Tensor) -> int:
         view = into[: self.layouts[block].nbytes].numpy().data
-        read = self._file.read_into(self._starts[block], view)
-        if read < len(view):
-            raise self._cut_off(block)
-        return read
+        self._read(block, 0, view)
+        return len(view)
 
     def resident(self, block: int) -> Tensor | None:
         return None
@@ -132,9 +130,18 @@ class DiskTier:
         place = self.layouts[block].places[name]
         found = torch.empty(place.shape, dtype=place.dtype)
         view = found.view(-1).view(torch.uint8).numpy().data
-        if self._file.read_into(self._starts[block] + place.offset, view) < len(view):
-            raise self._cut_off(block)
+        self._read(block, place.offset, view)
         return found
+
+    def _read(self, block: int, offset: int, view: memoryview) -> None:
+        try:
+            read = self._file.read_into(self._starts[block] + offset, view)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path} cannot be read ({error.strerror or error})", "Check the drive, then resume the run."
+            ) from error
+        if read < len(view):
+            raise self._cut_off(block)
 
     def put(self, block: int, name: str, tensor: Tensor) -> None:
         """Write one tensor of a block, in the format it has here. Raises OutOfDisk."""

@@ -250,11 +250,19 @@ class TrainedBlocks:
         self.forget()
         self._begun.clear()
         for where in self.places:
+            weight = _of_shape(weights, where.name, self._stand_ins[where.name])
             if where.block is not None:
-                self._weights.put(where.block, where.local, _of_shape(weights, where.name, self._stand_ins[where.name]))
-            keys = [key for key in self._keys(where) if f"{where.name}.{key}" in states]
-            if keys:
-                self._put_states(where, {key: states[f"{where.name}.{key}"] for key in keys})
+                self._weights.put(where.block, where.local, weight)
+            found = {key: f"{where.name}.{key}" for key in self._keys(where)}
+            there = {key: states[whole] for key, whole in found.items() if whole in states}
+            if not there:
+                continue
+            if MASTER in found and MASTER not in there:
+                there[MASTER] = weight.float()  # of a run whose weights were trained themselves
+            if there.keys() != found.keys():
+                missing = sorted(found.keys() - there.keys())[0]
+                raise _lacks(found[missing])
+            self._put_states(where, there)
         self.renew()
 
     def all_finite(self) -> bool:
@@ -372,9 +380,13 @@ def _states_of(
     return {key: (tuple(value.shape), value.dtype) for key, value in states.items()}
 
 
+def _lacks(name: str) -> CheckpointError:
+    return CheckpointError(f"The checkpoint has no {name}", "Resume with the settings the run was started with.")
+
+
 def _of_shape(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
     if name not in tensors:
-        raise CheckpointError(f"The checkpoint has no {name}", "Resume with the settings the run was started with.")
+        raise _lacks(name)
     found = tensors[name]
     if found.shape != like.shape:
         raise CheckpointError(

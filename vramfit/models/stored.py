@@ -58,7 +58,12 @@ class WeightFile:
     def read_into(self, offset: int, into: Tensor) -> None:
         """Fill a contiguous CPU tensor with the bytes from `offset` on. Raises ModelError when the file has changed."""
         view = into.view(-1).view(torch.uint8).numpy().data
-        read = self._file.read_into(offset, view)
+        try:
+            read = self._file.read_into(offset, view)
+        except OSError as error:
+            raise ModelError(
+                f"{self.path} cannot be read ({error.strerror or error})", "Check the drive, then resume the run."
+            ) from error
         now = self._file.state()
         if read < len(view) or now != self._known:
             raise ModelError(

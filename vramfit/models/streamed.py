@@ -189,17 +189,22 @@ def _load_outside(
             if id(parameter) not in made:
                 made[id(parameter)] = _loaded(sources[_name_of(model, parameter)], parameter, device)
             module._parameters[name] = made[id(parameter)]
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.to(device)
-    for block_buffers in (module for path, module in model.named_modules() if path.startswith(f"{prefix}.")):
-        for name, buffer in block_buffers._buffers.items():
-            block_buffers._buffers[name] = None if buffer is None else buffer.to(device)
+    _load_buffers(model, sources, device)
     if looks_up:
         source = sources[_name_of(model, embedding.weight)]
         in_file = plan.weights_tier == "disk" and isinstance(source, StoredTensor)
         rows = source.rows if in_file and isinstance(source, StoredTensor) else _rows_in_ram(source, embedding.weight)
         embedding.forward = functools.partial(_look_up, embedding, embedding.forward, rows)
     return {name: _later(sources[name], each) for each in left_out for name in (_name_of(model, each),)}
+
+
+def _load_buffers(model: nn.Module, sources: Mapping[str, Source], device: torch.device) -> None:
+    """All of the model's buffers, which are small, to the device: from its files where they have them."""
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            source = sources.get(f"{path}.{name}".removeprefix("."))
+            if buffer is not None:
+                module._buffers[name] = (buffer if source is None else _read(source, buffer)).to(device)
 
 
 def _visiting_head(model: Any, sources: Mapping[str, Source]) -> VisitingTable:

@@ -65,7 +65,8 @@ class _Converted:
 
 
 def weight_sources(model: nn.Module, folder: Path) -> dict[str, Source]:
-    """A source for every parameter of `model`, a `transformers` model, by the parameter's name; tied ones once.
+    """A source for every parameter of `model`, a `transformers` model, by the parameter's name; tied ones once. Buffers
+    that the files have are among them.
 
     Raises ModelError naming what is missing or has another shape, before anything is read.
     """
@@ -85,7 +86,8 @@ def weight_sources(model: nn.Module, folder: Path) -> dict[str, Source]:
                 f"{name} has shape {list(source.shape)} in {folder}, and config.json describes {list(shape)}",
                 "Use a config.json and weights that belong together.",
             )
-    return {name: found[name] for name in shapes}
+    buffers = [name for name, _ in model.named_buffers() if name in found]
+    return {name: found[name] for name in (*shapes, *buffers)}
 
 
 def _by_rules(model: Any, stored: Mapping[str, StoredTensor]) -> dict[str, Source]:

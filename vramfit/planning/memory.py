@@ -213,7 +213,8 @@ def _device_bytes(peak: PhaseMemory, plan: Plan, program: Program) -> int:
 def head_visits(plan: Plan) -> bool:
     """Whether a frozen head comes from its file when logits are made, and goes: where RAM is the device, it may be as
     large as several blocks, and takes no part in theirs."""
-    return plan.weights_tier == "disk" and plan.device == "cpu" and plan.lora_rank > 0
+    in_fp32 = plan.compute in ("fp32", "tf32")  # else it may be raised to fp32, which takes a copy
+    return plan.weights_tier == "disk" and plan.device == "cpu" and plan.lora_rank > 0 and in_fp32
 
 
 def fragmentation(peak: PhaseMemory, plan: Plan) -> int:

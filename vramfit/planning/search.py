@@ -158,7 +158,7 @@ class Search:
             yield Family(name="split among the cards (FSDP)", changes={"cards": self.cards, "sharding": "fsdp"})
         if not keep and may_leave:
             # Blocks visit in the 16 bits they are computed with; the fp32 weights stay with the states.
-            narrow = trains_all and self.start.plan.compute == "bf16"
+            narrow = trains_all and self.start.plan.compute == "bf16" and wishes.trained_weights != "fp32"
             visit = {"trained_format": "bf16", "weight_format": "bf16"} if narrow else {}
             states = {"optimizer_tier": "host", **visit} if trains_all else {}
             yield Family(name="streaming from RAM", changes={"weights_tier": "host", "input_tier": "host", **states})
@@ -261,7 +261,7 @@ class Search:
         share = math.ceil(self.sequences / family.changes.get("cards", 1))
         if self.config.memory.micro_batch != "auto":
             return [min(self.config.memory.micro_batch, share)]
-        if self.start.plan.optimizer_in_backward:
+        if self.start.plan.optimizer_in_backward and not family.streams:
             return [share]  # a gradient that waits for a second micro-batch cannot be used up at once
         most = max(1, min(share, _MOST_TOKENS_PER_PASS // max(1, self.start.plan.max_length)))
         wanted = {1 << power for power in range(most.bit_length())} | {most}
