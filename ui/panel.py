@@ -239,7 +239,9 @@ def build_pages(services: Services, texts: Texts) -> gr.Blocks:
                 fill = {"copy": page.on_copy, "tune": page.on_tune, "edit": page.on_edit}.get(action)
                 if fill is not None:
                     return {note: "", **fill(run)}
-                wish = {"after": int(event.after), "anyway": bool(event.anyway)} if action == "after" else {}
+                wish: dict[str, Any] = (
+                    {"after": int(event.after), "anyway": bool(event.anyway)} if action == "after" else {}
+                )
                 act_on(store, action, run, **wish)
                 ensure_running(services.data_dir)
                 return {note: ""}
@@ -247,7 +249,9 @@ def build_pages(services: Services, texts: Texts) -> gr.Blocks:
             return act
 
         for part, note in ((monitor, monitor_note), (runs, runs_note)):
-            part.click(guard(on_action(note), note), outputs=[note, *page.outputs], **quick)
+            # "multiple": else a click is dropped while the one before is under way, and these are different buttons.
+            act = guard(on_action(note), note)
+            part.click(act, outputs=[note, *page.outputs], trigger_mode="multiple", **quick)
         blocks.load(
             guard(page.on_load, page.answer),
             outputs=[page.widgets["model.source"], page.widgets["device"], page.estimate, page.answer],
