@@ -82,15 +82,16 @@ def test_a_full_run_whose_budget_is_too_small_trains_on_disk_to_the_same_model(
     from safetensors.torch import load_file
 
     there, here, resumed = kept(), kept(), kept()
+    short = {"method": "full", "schedule": {"max_steps": 2}, "output": {"prompts": [], "evaluate_every": 2}}
     train(
-        a_run(smollm2_folder, rows_file, method="full"),
+        a_run(smollm2_folder, rows_file, **short),
         folder=tmp_path / "there",
         cache=tmp_path / "cache",
         recorder=there,
     )
-    tight = a_run(smollm2_folder, rows_file, method="full", memory={"budget_gib": 1.5})
+    tight = a_run(smollm2_folder, rows_file, memory={"budget_gib": 1.5}, **short)
     run = {"folder": tmp_path / "here", "cache": tmp_path / "cache"}
-    begun = train(tight, recorder=here, should_stop=lambda: len(here.metrics) == 2, **run)
+    begun = train(tight, recorder=here, should_stop=lambda: len(here.metrics) == 1, **run)
     train(tight, recorder=resumed, resume=True, **run)
 
     plan = here.forecasts[0].plan
