@@ -100,17 +100,19 @@ def mishap(session: Attempt, wishes: dict[str, str]) -> None:
             os._exit(7)
         case "loading":
             time.sleep(600)
-        case "hang":  # deaf to Stop and to TERM, with a child that is as deaf
+        case "hang":  # deaf to Stop and to TERM, with two children that are as deaf
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             deaf = "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); "
-            with subprocess.Popen(
-                [sys.executable, "-c", f"{deaf} time.sleep(600)"], stdout=subprocess.PIPE, text=True
-            ) as child:
+            command_line = [sys.executable, "-c", f"{deaf} time.sleep(600)"]
+            children = [subprocess.Popen(command_line, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+            for child in children:
                 assert child.stdout is not None
                 child.stdout.readline()
-                (session.job.folder / "child.pid").write_text(str(child.pid), encoding="utf-8")
-                session.recorder.steps([metrics(1)])
-                time.sleep(600)
+            (session.job.folder / "child.pid").write_text(
+                " ".join(str(each.pid) for each in children), encoding="utf-8"
+            )
+            session.recorder.steps([metrics(1)])
+            time.sleep(600)
         case "orphan":  # leaves a child behind
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             (session.job.folder / "child.pid").write_text(str(child.pid), encoding="utf-8")

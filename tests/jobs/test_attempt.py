@@ -70,7 +70,7 @@ def test_every_exception_becomes_a_sentence(error: Exception, what: str, code: i
     assert failure.remedy.endswith(".")
 
 
-def test_a_lost_card_interrupts_and_a_bug_that_speaks_of_one_does_not() -> None:
+def test_case_151_a_lost_card_interrupts_and_a_bug_that_speaks_of_one_does_not() -> None:
     assert explain(RuntimeError("UR error: UR_RESULT_ERROR_DEVICE_LOST")).state == "interrupted"
     assert explain(ValueError("device lost")).state == "failed"
 

@@ -116,6 +116,28 @@ def test_a_locked_database_ends_nothing_and_loses_nothing(
     assert capsys.readouterr().err.count("metrics wait in memory") == 1
 
 
+def test_case_132_two_runs_write_while_a_third_program_holds_the_database(
+    store: Store, job: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A queued run and one in the foreground: both train on, lose no row and end as what they are."""
+    monkeypatch.setattr(schema, "BUSY_TIMEOUT_S", 0.1)
+    other = store.begin_foreground(RunConfig(), owner="terminal").id
+    holder = sqlite3.connect(store.path, isolation_level=None, check_same_thread=False)
+    with store.recorder(job, 1) as first, store.recorder(other, 1) as second:
+        holder.execute("BEGIN IMMEDIATE")
+        timer = threading.Timer(0.5, holder.close)
+        timer.start()
+        for step in range(1, 31):
+            first.steps([metrics(step)])
+            second.steps([metrics(step)])
+            time.sleep(0.01)
+        timer.join()
+    for id_ in (job, other):
+        assert store.series(id_).columns["step"] == list(range(1, 31))
+        store.transition(id_, expected=("running",), state="succeeded", attempt=1)
+        assert store.job(id_).state == "succeeded"
+
+
 def test_what_cannot_be_stored_at_the_end_is_in_the_log(
     store: Store, job: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -195,7 +195,7 @@ def test_stop_while_the_model_loads_ends_at_once(store: Store, drive: Callable[.
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a process on Windows cannot be deaf to TERM")
-def test_a_deaf_trainer_and_its_deaf_child_are_ended_in_bounded_time(
+def test_case_130_135_a_deaf_trainer_and_its_deaf_children_are_ended_in_bounded_time(
     store: Store, drive: Callable[..., object]
 ) -> None:
     id_ = add(store, mishap="hang")
@@ -203,13 +203,14 @@ def test_a_deaf_trainer_and_its_deaf_child_are_ended_in_bounded_time(
     try:
         driven = drive(HASTY)
         driven.until(lambda: store.job(id_).step == 1)
-        child = int((store.job(id_).folder / "child.pid").read_text(encoding="utf-8"))
+        children = [int(pid) for pid in (store.job(id_).folder / "child.pid").read_text(encoding="utf-8").split()]
+        assert len(children) == 2
         trainer = processes.pid_of(store.job(id_).owner)
         store.request_stop(id_)
         job = driven.until_over(id_)
         assert job.state == "cancelled"
         assert "did not end within 1 s of Stop and was ended" in job.failure
-        assert is_gone(child) and is_gone(trainer)
+        assert all(map(is_gone, [*children, trainer]))
         assert [event.kind for event in store.events(id_)] == ["stop", "stop", "cancelled"]
         assert stranger.poll() is None
     finally:
@@ -266,6 +267,28 @@ def test_a_pid_used_again_is_not_taken_for_the_trainer(store: Store, drive: Call
         job = drive().until_over(id_)
         assert job.state == "interrupted"
         assert stranger.poll() is None, "the stranger with the same pid must not be touched"
+        stranger.communicate(b"\n")
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["running", "stopping"])
+@pytest.mark.parametrize("taken", [False, True], ids=["pid-gone", "pid-taken"])
+def test_case_134_after_power_loss_the_queue_goes_on_and_no_stranger_is_touched(
+    store: Store, drive: Callable[..., object], asked: bool, taken: bool
+) -> None:
+    """A run that was to stop when its trainer died has stopped; one that was not is interrupted."""
+    id_, waits = add(store), add(store, steps=2)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
+        boot, pid, start = processes.identity(stranger.pid).split("|")
+        claim_and_vanish(store)
+        earlier = str(float(start) - 100) if "." in start else str(int(start) - 100)
+        store.begin_attempt(id_, attempt=1, owner=f"{boot}|{pid if taken else 2**22 + 12345}|{earlier}")
+        if asked:
+            assert store.request_stop(id_) == "stopping"
+        driven = drive()
+        assert driven.until_over(waits).state == "succeeded"
+        assert store.job(id_).state == ("cancelled" if asked else "interrupted")
+        assert store.job(id_).owner is None
+        assert stranger.poll() is None
         stranger.communicate(b"\n")
 
 

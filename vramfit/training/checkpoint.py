@@ -78,15 +78,16 @@ def save(
 
     Later ones are of a future that was given up, such as damaged ones a resume has passed over: they are removed too.
 
-    Raises OutOfDisk, with the older checkpoints untouched, when there is too little room or the disk fills meanwhile.
+    Raises OutOfDisk, with the older checkpoints untouched, when there is too little room or the disk fills meanwhile;
+    CheckpointError when the folder cannot be written to.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    sweep(root)
     needed = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
-    _check_room(root, needed)
     final = root / f"step-{step:08d}"
     partial = root / f"{final.name}.partial"
     try:
+        root.mkdir(parents=True, exist_ok=True)
+        sweep(root)
+        _check_room(root, needed)
         reach("save: before the files")
         _write(partial, step=step, tensors=tensors, values=values)
         if final.exists():  # the same step again after a resume: the new one is equal, and complete

@@ -30,6 +30,7 @@ from vramfit.errors import CheckpointError, DataError, ModelError, UserError, Wo
 from vramfit.faults import reach
 from vramfit.hardware.devices import Machine, probe
 from vramfit.models.adapter_start import start_from_inputs
+from vramfit.models.architecture import Architecture
 from vramfit.models.attention import described as described_attention
 from vramfit.models.export import export_run
 from vramfit.models.generate import generate
@@ -39,6 +40,7 @@ from vramfit.planning.plan import Forecast, Plan
 from vramfit.planning.planner import forecast_run
 from vramfit.planning.start import length_limit
 from vramfit.training import checkpoint
+from vramfit.training.adapted_share import adapted_share
 from vramfit.training.compile_choice import settle
 from vramfit.training.health import Evaluations, Health, Refusals, Watches, named_rows
 from vramfit.training.memory_care import MemoryCare, Note, care_for
@@ -129,7 +131,7 @@ def train(
         folder=folder,
     )
     run.report_preparation(forecast)
-    run.check_adapters()
+    run.check_adapters(architecture)
 
     done = run.resume() if resume else 0
     run.tell(care.limit_rows(resumed=done > 0), step=done)
@@ -207,9 +209,12 @@ class _Run:
         if message:
             self._say("warning", "disk", message)
 
-    def check_adapters(self) -> None:
-        """Refuse adapters that no gradient reaches, before anybody waits for them to learn."""
+    def check_adapters(self, architecture: Architecture) -> None:
+        """Tell what they train of a mixture, and refuse those that no gradient reaches, before anybody waits for them
+        to learn."""
         if self.config.trains_adapter:
+            if (told := adapted_share(architecture, self.plan)) is not None:
+                self._say(told[0], "adapters", told[1])
             check_gradients_reach(self.executor, (self._alone(row) for row in self.order.rows(1)))
 
     def start_adapters(self) -> None:

@@ -45,7 +45,7 @@ def test_recompute_changes_no_bit(tiny, family, count):
     assert all(torch.equal(gradients[name], kept[name]) for name in kept)
 
 
-def test_adapters_receive_gradients_through_recomputed_blocks_and_dropout_repeats(tiny):
+def test_case_105_106_adapters_receive_gradients_through_recomputed_blocks_and_dropout_repeats(tiny):
     model = attach_adapters(tiny.build("llama"), rank=4, alpha=8, dropout=0.2, seed=0).train()
     for name, parameter in model.named_parameters():
         if "lora_B" in name:

@@ -40,7 +40,7 @@ def test_only_fp16_has_a_scaler(compute):
     assert loss_scaler("cpu", "fp16", trained=[]).is_enabled()
 
 
-def test_fp16_weights_with_fp16_scaling_are_refused():
+def test_case_094_fp16_weights_with_fp16_scaling_are_refused():
     weights = list(torch.nn.Linear(2, 2).half().parameters())
     with pytest.raises(ConfigError, match="fp32") as caught:
         loss_scaler("cpu", "fp16", trained=weights)

@@ -33,7 +33,7 @@ def test_a_layer_that_the_loss_never_passes_is_named(tiny: Any, batches: list[An
         check_gradients_reach(executor, batches)
 
 
-def test_a_part_that_is_cut_off_is_named(tiny: Any, batches: list[Any]) -> None:
+def test_case_105_a_part_that_is_cut_off_is_named(tiny: Any, batches: list[Any]) -> None:
     model = tiny.build("llama")
     block = model.model.layers[0]
     block.mlp.forward = torch.no_grad()(block.mlp.forward)

@@ -263,7 +263,7 @@ def test_running_means_and_every_generator_are_as_if_nothing_had_happened(failin
     assert_same(found[0], wanted[0])
 
 
-def test_fp16s_scaler_may_unscale_again(tiny):
+def test_case_096_fp16s_scaler_may_unscale_again(tiny):
     executor = executor_of(tiny, compute="fp16", dropout=0.0)
     real, failures = executor.optimizer.step, [True]
 
@@ -274,11 +274,11 @@ def test_fp16s_scaler_may_unscale_again(tiny):
         return real(*args, **kwargs)
 
     executor.optimizer.step = failing_once
-    batch = tiny.pad(tiny.sequences(4, 6))
-    result = executor.step([batch], 1e-2)
+    batches = [tiny.pad(tiny.sequences(4, 6, seed=seed)) for seed in range(4)]
+    result = executor.step(batches, 1e-2)
     wanted = executor_of(tiny, compute="fp16", dropout=0.0)
     assert "optimizer's step" in result.recovered
-    assert result.loss == wanted.step([batch], 1e-2).loss
+    assert result.loss == wanted.step(batches, 1e-2).loss
     for name, value in wanted.model.state_dict().items():
         assert torch.equal(value, executor.model.state_dict()[name])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -26,15 +27,15 @@ class FakeCard:
 
 
 class FakeNvml:
-    """The functions of `pynvml` that are asked."""
+    """The functions of `pynvml` that are asked. `slices` are parts of cards (MIG), which have no index of their own."""
 
     class NVMLError(Exception):
         pass
 
     NVML_CLOCK_SM = 1
 
-    def __init__(self, *cards: FakeCard, fails: str = "") -> None:
-        self.cards, self.fails = list(cards), fails
+    def __init__(self, *cards: FakeCard, fails: str = "", slices: Sequence[FakeCard] = ()) -> None:
+        self.cards, self.fails, self.slices = list(cards), fails, list(slices)
 
     def nvmlInit(self) -> None:  # noqa: N802 - the driver's names
         if self.fails:
@@ -49,7 +50,7 @@ class FakeNvml:
         return self.cards[index]
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> FakeCard:  # noqa: N802
-        for card in self.cards:
+        for card in (*self.cards, *self.slices):
             if card.uuid == uuid:
                 return card
         raise self.NVMLError("Not Found")

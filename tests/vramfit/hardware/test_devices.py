@@ -53,13 +53,13 @@ def test_the_cpu_is_the_last_device_and_its_memory_is_the_ram(driver: Any, card:
     assert found.disk_free_bytes > 0
 
 
-def test_a_lost_card_does_not_hide_the_others(driver: Any, card: Any, tmp_path: Path) -> None:
-    nvml = driver(card(uuid="GPU-a", broken={"handle"}), card(uuid="GPU-b"), card(uuid="GPU-c"))
+def test_case_152_a_lost_card_does_not_hide_the_others(driver: Any, card: Any, tmp_path: Path) -> None:
+    nvml = driver(card(uuid="GPU-a"), card(uuid="GPU-b", broken={"handle"}), card(uuid="GPU-c"))
 
     found = machine(nvml, tmp_path)
 
-    assert identities(found) == [("cuda:0", "GPU-b"), ("cuda:1", "GPU-c")]
-    assert any("card 0 does not answer (GPU is lost)" in note for note in found.notes)
+    assert identities(found) == [("cuda:0", "GPU-a"), ("cuda:1", "GPU-c")]
+    assert any("card 1 does not answer (GPU is lost)" in note for note in found.notes)
 
 
 def test_a_card_that_hides_its_memory_keeps_the_numbers_of_the_others(driver: Any, card: Any, tmp_path: Path) -> None:
@@ -89,6 +89,9 @@ def test_a_sensor_that_fails_costs_only_itself(driver: Any, card: Any, tmp_path:
         ("GPU-ccc1,0", ["GPU-ccc1", "GPU-aaa1"]),
         ("0,7,1", ["GPU-aaa1"]),
         ("0,-1,1", ["GPU-aaa1"]),
+        ("0,foo", ["GPU-aaa1"]),
+        ("MIG-ddd1", ["MIG-ddd1"]),
+        ("MIG-nowhere", []),
         ("GPU-", []),
         ("", []),
         ("-1", []),
@@ -96,10 +99,10 @@ def test_a_sensor_that_fails_costs_only_itself(driver: Any, card: Any, tmp_path:
         ("1,1", []),
     ],
 )
-def test_the_mask_is_read_as_cuda_reads_it(
+def test_case_148_the_mask_is_read_as_cuda_reads_it(
     driver: Any, card: Any, tmp_path: Path, mask: str, expected: list[str]
 ) -> None:
-    nvml = driver(card(uuid="GPU-aaa1"), card(uuid="GPU-bbb1"), card(uuid="GPU-ccc1"))
+    nvml = driver(card(uuid="GPU-aaa1"), card(uuid="GPU-bbb1"), card(uuid="GPU-ccc1"), slices=[card(uuid="MIG-ddd1")])
 
     found = machine(nvml, tmp_path, CUDA_VISIBLE_DEVICES=mask)
 
@@ -108,7 +111,7 @@ def test_the_mask_is_read_as_cuda_reads_it(
         assert any("CUDA_VISIBLE_DEVICES" in note for note in found.notes)
 
 
-def test_cuda_counts_the_fastest_first_unless_told_otherwise(driver: Any, card: Any, tmp_path: Path) -> None:
+def test_case_147_cuda_counts_the_fastest_first_unless_told_otherwise(driver: Any, card: Any, tmp_path: Path) -> None:
     slow = card(name="NVIDIA GeForce RTX 3060", uuid="GPU-slow", total=12 * GIB, free=11 * GIB, cores=3584)
     nvml = driver(slow, card(uuid="GPU-fast"))
 

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from tests.vramfit.models.tiny_families import TINY, tiny_config, tiny_ids
+from vramfit.errors import ModelError
 from vramfit.models.adapter_targets import adapted_names, moved_to_experts
 from vramfit.models.adapters import attach_adapters
 from vramfit.models.architecture import from_config
@@ -59,6 +60,16 @@ def test_a_named_projection_is_the_modules_of_that_name_and_no_experts(model_typ
     assert wanted
     assert {name.partition(".lora_")[0].removeprefix("base_model.model.") for name in trained} == set(wanted)
     assert not any("experts." in name and "shared_expert" not in name for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fused"), [("gpt2", "c_attn"), ("phi3", "qkv_proj"), ("gpt_neox", "query_key_value")]
+)
+def test_case_082_where_attention_is_one_projection_the_refusal_lists_the_real_names(
+    model_type: str, fused: str
+) -> None:
+    with pytest.raises(ModelError, match=f"'q_proj' matches 0 .*Choose all-linear, or from: .*{fused}"):
+        attach_adapters(build(model_type), rank=2, alpha=4, targets=["q_proj", "v_proj"], seed=0)
 
 
 def test_routers_that_are_linears_by_their_class_get_none() -> None:

@@ -60,12 +60,13 @@ def test_the_seed_decides_the_start(small, model_folder, tmp_path):
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
-def test_adapters_of_a_sixteen_bit_base_are_fp32(small, model_folder, tmp_path):
-    plan = small.plan(weight_format="bf16", compute="bf16")
+@pytest.mark.parametrize("form", ["bf16", "fp16"])
+def test_case_094_adapters_of_a_sixteen_bit_base_are_fp32(small, model_folder, tmp_path, form):
+    plan = small.plan(weight_format=form, compute=form)
     model = load_model(small.config(model_folder, "lora"), plan, cache=tmp_path)
     formats = {(name.split(".")[-3] if "lora_" in name else "base"): p.dtype for name, p in model.named_parameters()}
     assert {value.dtype for value in lora_weights(model).values()} == {torch.float32}
-    assert formats["base"] == torch.bfloat16
+    assert formats["base"] == {"bf16": torch.bfloat16, "fp16": torch.float16}[form]
 
 
 @pytest.mark.parametrize("targets", [["q_proj"], ["self_attn.q_proj", "down_proj"], ["model.layers.1.mlp.up_proj"]])

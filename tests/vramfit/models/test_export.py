@@ -7,10 +7,13 @@ import pytest
 import torch
 
 from vramfit.config import ModelChoice
-from vramfit.errors import OutOfDisk
+from vramfit.errors import ConfigError, OutOfDisk
+from vramfit.hardware.catalogue import machine_with
 from vramfit.models.export import export_kind, export_run
-from vramfit.models.load import load_model
+from vramfit.models.load import load_model, read_architecture
 from vramfit.models.tokenizer import load_tokenizer
+from vramfit.planning.plan import Workload
+from vramfit.planning.planner import forecast_run
 
 TOKENS = torch.tensor([[5, 9, 33, 120, 7]])
 Usage = namedtuple("Usage", "total used free")
@@ -63,12 +66,41 @@ def test_a_merged_model_gives_the_same_logits_and_the_trained_one_is_untouched(s
     assert merged.config.eos_token_id == model.config.eos_token_id
 
 
-def test_a_merged_tied_model_stays_tied(small, model_folder, tmp_path):
+def test_case_077_a_merged_tied_model_stays_tied(small, model_folder, tmp_path):
     small.write_model(model_folder, tie_word_embeddings=True)
     model, tokenizer, config = trained(small, model_folder, "lora", tmp_path, output={"export": "merged"})
     merged, _ = plain_transformers(export_run(model, tokenizer, config, tmp_path / "export"))
+    assert merged.config.tie_word_embeddings
     assert merged.lm_head.weight is merged.model.embed_tokens.weight
     torch.testing.assert_close(merged(TOKENS).logits, model(TOKENS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_case_077_a_tied_table_that_trained_is_the_same_after_a_reload(small, model_folder, tmp_path):
+    small.write_model(model_folder, tie_word_embeddings=True)
+    model, tokenizer, config = trained(small, model_folder, "full", tmp_path)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.add_(torch.randn(260, 64, generator=torch.Generator().manual_seed(1)))
+    reloaded, _ = plain_transformers(export_run(model, tokenizer, config, tmp_path / "export"))
+    assert reloaded.config.tie_word_embeddings
+    assert torch.equal(reloaded(TOKENS).logits, model(TOKENS).logits)
+
+
+@pytest.mark.parametrize("targets", [["lm_head"], ["embed_tokens", "lm_head"], ["q_proj", "lm_head"]])
+def test_case_077_078_adapters_on_the_head_or_the_embedding_are_refused_before_the_model_is_read(
+    small, model_folder, targets
+):
+    """So that none can be merged into the other table of a tied model."""
+    small.write_model(model_folder, tie_word_embeddings=True)
+    config = small.config(model_folder, "lora", adapter={"targets": targets}, data={"paths": ["rows.jsonl"]})
+    with pytest.raises(
+        ConfigError, match=r"adapter\.targets: .*lm_head matches 0 .*Choose all-linear, or from: down_proj"
+    ):
+        forecast_run(
+            config,
+            architecture=read_architecture(config.model),
+            machine=machine_with("RTX 4090"),
+            workload=Workload(sequences=10, mean_tokens=10, longest_tokens=10),
+        )
 
 
 def test_a_merged_four_bit_model_is_whole_again(small, model_folder, tmp_path):

@@ -120,16 +120,21 @@ def test_a_cpu_computes_in_fp32_within_ram() -> None:
     assert found.memory.device_bytes == found.memory.host_bytes <= 11 * GIB
 
 
-def test_a_card_without_bf16_computes_in_fp16() -> None:
+def test_case_092_a_card_without_bf16_computes_in_fp16_and_refuses_bf16() -> None:
     machine = machine_with("RTX 4090")
     old = dataclasses.replace(machine.devices[0], bf16=False)
-    found = forecast_run(
-        wish("full"),
-        architecture=model("HuggingFaceTB/SmolLM2-135M"),
-        machine=dataclasses.replace(machine, devices=(old,)),
-        workload=LONG,
-    )
 
+    def on_old(**memory: Any) -> Forecast:
+        return forecast_run(
+            wish("full", memory=memory),
+            architecture=model("HuggingFaceTB/SmolLM2-135M"),
+            machine=dataclasses.replace(machine, devices=(old,)),
+            workload=LONG,
+        )
+
+    found = on_old()
+    with pytest.raises(ConfigError, match=rf"memory\.precision: {old.name} cannot compute in bf16.*auto"):
+        on_old(precision="bf16")
     assert found.plan.compute == "fp16"
     assert found.plan.weight_format == "fp32"
 
@@ -332,7 +337,7 @@ def test_no_sequences_are_refused() -> None:
         ({"disk_free_bytes": 22 * GIB}, "disk", r"of disk, and 22\.0 GiB are free"),
     ],
 )
-def test_ram_and_disk_are_tiers_that_can_be_too_small(changes: dict[str, Any], tier: str, words: str) -> None:
+def test_case_125_ram_and_disk_are_tiers_that_can_be_too_small(changes: dict[str, Any], tier: str, words: str) -> None:
     machine = dataclasses.replace(machine_with("RTX 4090"), **changes)
     with pytest.raises(WontFit, match=words) as raised:
         forecast_run(wish("full"), architecture=model("Qwen/Qwen3-0.6B"), machine=machine, workload=LONG)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vramfit.errors import CheckpointError, OutOfDisk
+from vramfit.errors import CheckpointError, OutOfDisk, UserError
 from vramfit.training import checkpoint
 
 
@@ -105,6 +105,50 @@ def test_case_123_full_disk_keeps_the_older_ones_and_leaves_no_rest(
         write(tmp_path, 20)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
     assert checkpoint.steps(tmp_path) == [10]
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (errno.ENOSPC, OutOfDisk),
+        (errno.EDQUOT, OutOfDisk),
+        (errno.EROFS, CheckpointError),
+        (errno.EACCES, CheckpointError),
+        (errno.ENAMETOOLONG, CheckpointError),
+    ],
+    ids=lambda value: errno.errorcode[value] if isinstance(value, int) else value.__name__,
+)
+def test_case_126_every_refusal_of_the_disk_has_its_own_words_and_leaves_the_older_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[UserError]
+) -> None:
+    write(tmp_path, 10)
+
+    def fail(descriptor: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(checkpoint.os, "fsync", fail)
+    with pytest.raises(kind) as caught:
+        write(tmp_path, 20)
+    words = {
+        errno.ENOSPC: "The disk filled up while",
+        errno.EDQUOT: "the quota is used up",
+        errno.EROFS: "Read-only file system",
+        errno.EACCES: "Permission denied",
+        errno.ENAMETOOLONG: "File name too long",
+    }
+    assert [other for other, said in words.items() if said in caught.value.what] == [code]
+    assert "resume the run: older checkpoints are kept" in caught.value.remedy
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
+    write(tmp_path, 20)
+    assert checkpoint.steps(tmp_path) == [10, 20]
+
+
+def test_case_126_a_folder_that_cannot_be_made_is_told_in_words(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
+    for root, words in ((tmp_path / ("n" * 300), "File name too long"), (tmp_path / "file" / "deeper", "directory")):
+        with pytest.raises(CheckpointError, match=words):
+            write(root, 1)
 
 
 def test_too_little_room_is_refused_with_both_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

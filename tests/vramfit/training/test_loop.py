@@ -120,6 +120,25 @@ def test_case_104_the_last_step_is_always_saved_and_evaluated(
     assert [evaluation.step for evaluation in heard.evaluations] == [4, 8, 11]
 
 
+def test_case_080_a_tied_model_in_full_is_saved_resumed_and_written(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path
+) -> None:
+    """The starter's head is its embedding: pretrained, then its export fine-tuned in full, each saved in mid-run."""
+    source = "starter"
+    for method in ("pretrain", "full"):
+        folder = tmp_path / method
+        config = small_run(method=method, model={"source": source}, output={**QUIET, "checkpoint_every": 2})
+        first = kept()
+        train(config, folder=folder, cache=cache, recorder=first, should_stop=stop_after(first, 5))
+        names = list(checkpoint.load(folder / CHECKPOINTS, 4).tensors)
+        assert any("embed_tokens" in name for name in names)
+        assert not [name for name in names if "lm_head" in name], "the table is saved once"
+        result = train(config, folder=folder, cache=cache, recorder=kept(), resume=True)
+        assert (result.steps, result.stopped) == (7, False)
+        source = str(result.export)
+        assert json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))["tie_word_embeddings"]
+
+
 def test_evaluation_can_be_turned_off(small_run: Build, kept: Keep, cache: Path, tmp_path: Path) -> None:
     heard = kept()
     result = train(small_run(output={"evaluate_every": 0}), folder=tmp_path / "run", cache=cache, recorder=heard)
