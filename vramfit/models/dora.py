@@ -48,7 +48,7 @@ def measure_rows(part: nn.Module) -> None:
 def _visits(module: Any) -> bool:
     """Whether the base's weights are not there, and are measured when they come."""
     weight = module.get_base_layer().weight
-    return isinstance(weight, Tensor) and is_hollow(weight)
+    return isinstance(weight, Tensor) and not weight.is_meta and is_hollow(weight)
 
 
 @torch.no_grad()

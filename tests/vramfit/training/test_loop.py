@@ -84,7 +84,7 @@ def test_weights_of_messages_are_shares_of_a_step(small_run: Build, kept: Keep, 
 
 
 @pytest.mark.parametrize("stop_at", [1, 4, 6])
-def test_case_118_resume_is_bit_exact_from_any_step(
+def test_case_118_122_resume_is_bit_exact_from_any_step(
     small_run: Build, kept: Keep, cache: Path, tmp_path: Path, stop_at: int
 ) -> None:
     """20 rows less 2 held out in steps of 3: step 6 ends epoch 0, so this crosses an epoch boundary."""
@@ -720,7 +720,7 @@ def test_every_nth_step_is_saved_and_stays_for_good(small_run: Build, kept: Keep
     assert checkpoint.steps(tmp_path / "run" / CHECKPOINTS) == [3, 6, 7]
 
 
-def test_a_full_disk_in_mid_save_leaves_the_older_checkpoint_from_which_it_goes_on(
+def test_case_123_a_full_disk_in_mid_save_leaves_the_older_checkpoint_from_which_it_goes_on(
     small_run: Build, kept: Keep, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = small_run(output={**QUIET, "checkpoint_every": 2})
