@@ -41,11 +41,13 @@ MEANING = {
     "enospc": "the disk is full (ENOSPC)",
     "eio": "the disk fails (EIO)",
 }
+CASES = "\n## Cases\n"
 HEAD = """# Reliability: what was struck, and what was left
 
-Written by `python bench/reliability.py`, never by hand. A run of {steps} steps goes through a real supervisor and a
-real trainer; a fault strikes at a named point (`vramfit/faults.py`); the supervisor is killed; a second one, without
-the fault, takes over; a run that ended is put back into the queue, as Resume does. Then it must hold that
+Written by `python bench/reliability.py`, never by hand, save for the section Cases at the end, which it leaves as it
+is. A run of {steps} steps goes through a real supervisor and a real trainer; a fault strikes at a named point
+(`vramfit/faults.py`); the supervisor is killed; a second one, without the fault, takes over; a run that ended is put
+back into the queue, as Resume does. Then it must hold that
 
 - no job is lost or doubled, and the one that waits aside is as it was;
 - the job succeeds, at once or from a state that Resume takes, with a cause and a remedy told;
@@ -72,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes], indent=1))
     elif not options.chosen:
-        PAGE.write_text(page(outcomes, seconds=time.monotonic() - began), encoding="utf-8")
+        written = page(outcomes, seconds=time.monotonic() - began) + cases(PAGE.read_text(encoding="utf-8"))
+        PAGE.write_text(written, encoding="utf-8")
     return 1 if any(outcome.violations for outcome in outcomes) else 0
 
 
@@ -129,6 +132,12 @@ def page(outcomes: Sequence[Outcome], *, seconds: float) -> str:
         lines.append(f"| {point} | {' | '.join(cells)} |")
     lines += ["", "## Violations", "", *(_told(outcome) for outcome in wrong)] if wrong else []
     return "\n".join(lines) + "\n"
+
+
+def cases(before: str) -> str:
+    """The section Cases of the page as it was, which a person writes, with an empty line before it; "" without one."""
+    _, heading, rest = before.partition(CASES)
+    return heading + rest
 
 
 def _cell(outcome: Outcome | None) -> str:

@@ -24,6 +24,17 @@ def test_what_held_and_what_was_not_tried_is_told() -> None:
     assert "## Violations" not in page
 
 
+def test_the_section_that_people_write_outlives_a_new_page() -> None:
+    section = "\n## Cases\n\n| case |\n|---|\n| 80 |\n"
+    first = reliability.page([outcome(POINTS[0], kind) for kind in KINDS], seconds=1) + section
+    assert reliability.cases(first) == section
+    again = reliability.page([outcome(POINTS[0], "kill", "left behind: x")], seconds=1) + reliability.cases(first)
+    assert again.endswith(section)
+    assert again.count("## Cases") == 1
+    assert reliability.cases("a page without it\n") == ""
+    assert "\n## Cases\n" in reliability.PAGE.read_text(encoding="utf-8")
+
+
 def test_a_violation_is_counted_marked_and_told() -> None:
     page = reliability.page([outcome(POINTS[0], "kill", "a loss is another", "left behind: x")], seconds=1)
     assert "| **violations** | **2** |" in page

@@ -7,6 +7,7 @@ stand_in.py supervise DATA_DIR IDLE_S
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -113,6 +114,11 @@ def mishap(session: Attempt, wishes: dict[str, str]) -> None:
             )
             session.recorder.steps([metrics(1)])
             time.sleep(600)
+        case "native":  # in a call that gives neither signals nor other threads a turn, and never returns
+            session.recorder.steps([metrics(1)])
+            session._over.set()  # so that no thread is in the middle of a write when all stand still
+            session.recorder.flush()
+            sum(itertools.repeat(0))
         case "orphan":  # leaves a child behind
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             (session.job.folder / "child.pid").write_text(str(child.pid), encoding="utf-8")

@@ -84,7 +84,7 @@ def test_case_151_a_lost_card_interrupts_and_a_bug_that_speaks_of_one_does_not()
     ],
 )
 @pytest.mark.parametrize(("asked", "state"), [(False, "paused"), (True, "cancelled")])
-def test_a_full_disk_pauses_the_run_with_the_remedy_and_resume_goes_on(
+def test_case_123_a_full_disk_pauses_the_run_with_the_remedy_and_resume_goes_on(
     store: Store, job: int, error: Exception, asked: bool, state: str
 ) -> None:
     def fail(session: Attempt, resume: bool) -> RunResult:

@@ -195,7 +195,7 @@ def test_stop_while_the_model_loads_ends_at_once(store: Store, drive: Callable[.
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a process on Windows cannot be deaf to TERM")
-def test_case_130_135_a_deaf_trainer_and_its_deaf_children_are_ended_in_bounded_time(
+def test_case_130_a_deaf_trainer_and_its_deaf_children_are_ended_in_bounded_time(
     store: Store, drive: Callable[..., object]
 ) -> None:
     id_ = add(store, mishap="hang")
@@ -216,6 +216,20 @@ def test_case_130_135_a_deaf_trainer_and_its_deaf_children_are_ended_in_bounded_
     finally:
         stranger.kill()
         stranger.wait()
+
+
+def test_case_135_a_trainer_that_never_returns_from_a_native_call_is_ended_and_the_queue_goes_on(
+    store: Store, drive: Callable[..., object]
+) -> None:
+    id_, waits = add(store, mishap="native"), add(store, steps=2)
+    driven = drive(HASTY)
+    driven.until(lambda: store.job(id_).step == 1)
+    trainer = processes.pid_of(store.job(id_).owner)
+    store.request_stop(id_)
+    assert driven.until_over(waits).state == "succeeded"
+    assert store.job(id_).state == "cancelled"
+    assert "did not end within 1 s of Stop and was ended" in store.job(id_).failure
+    assert is_gone(trainer)
 
 
 def test_what_a_trainer_leaves_behind_is_ended(store: Store, drive: Callable[..., object]) -> None:
