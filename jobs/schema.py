@@ -221,6 +221,30 @@ def _going_on(db: Any) -> None:
     db.execute("INSERT INTO queue (id, held_at) VALUES (1, NULL)")
 
 
+@migrations(name="0006_alerts")  # type: ignore[untyped-decorator,unused-ignore]
+def _alerts(db: Any) -> None:
+    """What is told of runs outside of the page, each thing once an attempt, and the panel's few settings."""
+    db.execute(
+        """CREATE TABLE alerts (
+            id INTEGER PRIMARY KEY AUTOINCREMENT,
+            job INTEGER NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
+            attempt INTEGER NOT NULL,
+            kind TEXT NOT NULL,
+            about TEXT NOT NULL DEFAULT '',
+            body TEXT NOT NULL,
+            created_at REAL NOT NULL,
+            tries INTEGER NOT NULL DEFAULT 0,
+            next_try_at REAL,
+            sent_at REAL,
+            error TEXT,
+            UNIQUE (job, attempt, kind, about)
+        )"""
+    )
+    db.execute("CREATE INDEX alerts_waiting ON alerts (next_try_at) WHERE next_try_at IS NOT NULL")
+    db.execute("CREATE INDEX alerts_troubled ON alerts (id) WHERE sent_at IS NULL AND error IS NOT NULL")
+    db.execute("CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID")
+
+
 # Append new migrations here. Never change or remove one that was released.
 
 VERSION: Final = len(migrations._migrations)

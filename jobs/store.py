@@ -24,11 +24,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
-from jobs import schema
+from jobs import alert, schema
+from jobs.alert import Alert
 from jobs.job import ACTIVE, FINAL, RESUMABLE, UNSUCCESSFUL, Job, JobEvent, Series, State, Streamed
 from vramfit.config import RunConfig
 from vramfit.errors import JobError, OutOfDisk
 from vramfit.planning.plan import Forecast
+from vramfit.training.health import UNHEALTHY
 from vramfit.training.metrics import DriftCheck, Evaluation, Event, PhaseProgress, StepMetrics, Telemetry, TextSample
 
 if TYPE_CHECKING:
@@ -81,7 +83,18 @@ _JOB_COLUMNS: Final = (
     "after_anyway, (SELECT state FROM jobs AS first WHERE first.id = jobs.after) AS after_state, go_on, "
     "coalesce((SELECT max(step) FROM metrics WHERE job = jobs.id), 0) AS step"
 )
-_TABLES_OF_JOBS: Final = ("metrics", "metrics_by_64", "telemetry", "evaluations", "samples", "events", "drifts")
+_TABLES_OF_JOBS: Final = (
+    "metrics",
+    "metrics_by_64",
+    "telemetry",
+    "evaluations",
+    "samples",
+    "events",
+    "drifts",
+    "alerts",
+)
+_WEBHOOK: Final = "webhook"  # the name of the setting
+_ALERT_COLUMNS: Final = "id, job, kind, about, body, created_at, tries, next_try_at, sent_at, error"
 _UNOWNED: Final = "job NOT IN (SELECT id FROM jobs)"
 _SETTABLE: Final = frozenset(
     {"owner", "final_loss", "eval_loss", "peak_allocated_bytes", "export", "failure", "remedy", "ended_boot"}
@@ -501,6 +514,9 @@ class Store:
             raise self._refused(id_, state, attempt)
         if state in UNSUCCESSFUL:
             self._tell_waiting(db, id_, state)
+        kind = alert.kind_of(state, values.get("failure"))
+        if kind is not None:
+            self._add_alert(db, id_, kind)
         if state in ("paused", "cancelled") and self._one("SELECT 1 FROM jobs WHERE id = ? AND go_on", [id_]):
             self._enqueue(db, id_)
 
@@ -557,7 +573,7 @@ class Store:
             )
             message = f"Run {id_}, which this one comes after, is {state}: {what}."
             event = Event(time=self.clock(), level="warning", kind="waiting", message=message)
-            _replace(db, "events", [{"job": row[0], **dataclasses.asdict(event)}])
+            self._add_event(db, row[0], event)
 
     def enqueue(self, id_: int) -> None:
         """Put a draft, or a job that ended early, (back) at the end of the queue. JobError when it cannot go on.
@@ -602,6 +618,10 @@ class Store:
                 "UPDATE jobs SET resumes = resumes + 1, revision = revision + 1, finished_at = NULL, "
                 "stop_requested_at = NULL, phase = NULL WHERE id = ?",
                 [id_],
+            )
+            # "Interrupted" is not worth a word any more when nobody has heard it yet.
+            db.execute(
+                "UPDATE alerts SET next_try_at = NULL WHERE job = ? AND kind = 'interrupted' AND tries = 0", [id_]
             )
             row = self._one("SELECT resumes FROM jobs WHERE id = ?", [id_])
             assert row is not None
@@ -747,7 +767,7 @@ class Store:
             for sample in samples:
                 _replace(db, "samples", [{"job": id_, "attempt": attempt, **dataclasses.asdict(sample)}])
             for event in events:
-                _replace(db, "events", [{"job": id_, **dataclasses.asdict(event)}])
+                self._add_event(db, id_, event)
             if phase is not None:
                 db.execute("UPDATE jobs SET phase = ? WHERE id = ?", [_json(dataclasses.asdict(phase)), id_])
             if forecast is not None:
@@ -789,7 +809,108 @@ class Store:
     def add_event(self, id_: int, event: Event) -> None:
         """Record an event from outside the trainer (the supervisor's)."""
         with self._write(durable=False) as db:
-            _replace(db, "events", [{"job": id_, **dataclasses.asdict(event)}])
+            self._add_event(db, id_, event)
+
+    def _add_event(self, db: Any, id_: int, event: Event) -> None:
+        _replace(db, "events", [{"job": id_, **dataclasses.asdict(event)}])
+        if event.kind in UNHEALTHY and event.level != "info":
+            self._add_alert(db, id_, "unhealthy", about=event.kind, message=event.message, step=event.step)
+
+    # ---- alerts -----------------------------------------------------------------------------------------------
+
+    def _add_alert(self, db: Any, id_: int, kind: alert.Kind, *, about: str = "", **values: Any) -> None:
+        """Put an alert of the job, as it is now, in line for the webhook (where there is none: only for the pages).
+
+        The same thing is told once an attempt: a loss that jumps about makes one alert.
+        """
+        columns = "id AS job, name, state, failure, remedy, final_loss"
+        row = self._one(f"SELECT {columns} FROM jobs WHERE id = ?", [id_])
+        assert row is not None
+        now = self.clock()
+        db.execute(
+            "INSERT OR IGNORE INTO alerts (job, attempt, kind, about, body, created_at, next_try_at) VALUES (?, "
+            "(SELECT attempt FROM jobs WHERE id = ?), ?, ?, ?, ?, (SELECT ? FROM settings WHERE name = ?))",
+            [id_, id_, kind, about, _json(alert.body_of(**row, kind=kind, time=now, **values)), now, now, _WEBHOOK],
+        )
+
+    @property
+    def webhook(self) -> str:
+        """The address that alerts are posted to, "" for none. A secret: never print it."""
+        with self._reported():
+            row = self._one("SELECT value FROM settings WHERE name = ?", [_WEBHOOK])
+        return "" if row is None else str(row["value"])
+
+    def set_webhook(self, address: str) -> None:
+        """Post alerts from now on to `address`, also those that still wait; with "" to nobody.
+
+        What was given up under the address before is not shown any longer.
+        """
+        with self._write(durable=True) as db:
+            db.execute("DELETE FROM settings WHERE name = ?", [_WEBHOOK])
+            if address:
+                db.execute("INSERT INTO settings (name, value) VALUES (?, ?)", [_WEBHOOK, address])
+            at = self.clock() if address else None
+            db.execute("UPDATE alerts SET next_try_at = ? WHERE next_try_at IS NOT NULL", [at])
+            db.execute(
+                "UPDATE alerts SET error = NULL WHERE sent_at IS NULL AND error NOT NULL AND next_try_at IS NULL"
+            )
+
+    def claim_alert(self, owner: str) -> tuple[Alert, str] | None:
+        """The alert whose time has come, counted as tried once more, and the address. None: there is none.
+
+        `owner` must hold the supervisor's lease. Its next try is set already: when the caller dies in this one, it is
+        tried again. One that is further ahead than any wait (a clock set back) is due as well.
+        """
+        now = self.clock()
+        if not self._alert_due(now):  # mostly: nothing to write
+            return None
+        with self._write(durable=True) as db:
+            lease = self._one("SELECT owner FROM leases WHERE name = ?", [SUPERVISOR_LEASE])
+            row, address = self._alert_due(now), self._one("SELECT value FROM settings WHERE name = ?", [_WEBHOOK])
+            if row is None or address is None or lease is None or lease["owner"] != owner:
+                return None
+            tries = row["tries"] + 1
+            at = None if tries >= alert.MOST_TRIES else now + alert.wait_s(tries) + alert.LONGEST_TRY_S
+            db.execute("UPDATE alerts SET tries = ?, next_try_at = ? WHERE id = ?", [tries, at, row["id"]])
+        return _alert({**row, "tries": tries, "next_try_at": at}), str(address["value"])
+
+    def _alert_due(self, now: float) -> dict[str, Any] | None:
+        furthest = now + alert.LONGEST_WAIT_S + alert.LONGEST_TRY_S
+        with self._reported():
+            return self._one(
+                f"SELECT {_ALERT_COLUMNS} FROM alerts WHERE next_try_at <= ? OR next_try_at > ? "
+                "ORDER BY next_try_at, id LIMIT 1",
+                [now, furthest],
+            )
+
+    def note_alert(self, id_: int, *, tries: int, error: str | None) -> None:
+        """What came of the try number `tries`: None, it was taken and is never sent again; else what is shown."""
+        now = self.clock()
+        with self._write(durable=True) as db:
+            if error is None:
+                db.execute(
+                    "UPDATE alerts SET sent_at = ?, next_try_at = NULL, error = NULL WHERE id = ? AND sent_at IS NULL",
+                    [now, id_],
+                )
+            else:  # with next_try_at NULL there is no further try: given up, or the address was removed meanwhile
+                db.execute(
+                    "UPDATE alerts SET error = ?, next_try_at = CASE WHEN next_try_at IS NOT NULL THEN ? END "
+                    "WHERE id = ? AND tries = ? AND sent_at IS NULL",
+                    [error, now + alert.wait_s(tries), id_, tries],
+                )
+
+    def alerts_wait(self) -> bool:
+        """Whether an alert is still to be posted."""
+        with self._reported():
+            return self._one("SELECT 1 FROM alerts WHERE next_try_at IS NOT NULL LIMIT 1") is not None
+
+    def alerts(self, *, after: int = 0, troubled: bool = False, limit: int = 50) -> list[Alert]:
+        """The newest `limit` alerts with a number above `after`, newest first; with `troubled` those that could not be
+        delivered so far, or were given up."""
+        where = "id > ? AND sent_at IS NULL AND error IS NOT NULL" if troubled else "id > ?"
+        sql = f"SELECT {_ALERT_COLUMNS} FROM alerts WHERE {where} ORDER BY id DESC LIMIT ?"
+        with self._reported():
+            return [_alert(row) for row in self._db.query(sql, [after, limit])]
 
     # ---- leases -----------------------------------------------------------------------------------------------
 
@@ -1044,6 +1165,10 @@ def _forecast_values(forecast: Forecast | Mapping[str, Any] | None) -> dict[str,
     if forecast is None:
         return None
     return forecast.to_json() if isinstance(forecast, Forecast) else dict(forecast)
+
+
+def _alert(row: Mapping[str, Any]) -> Alert:
+    return Alert(**{**row, "body": json.loads(row["body"])})
 
 
 @lru_cache(maxsize=512)

@@ -2,7 +2,8 @@
 
 A job whose trainer was ended from outside goes on by itself while it makes progress, a few times; see jobs/death.py.
 One per data folder, by lease. It owns no run: killed, it leaves the trainer at work, and the next supervisor adopts
-it. It leaves by itself when there is nothing to do and no panel was open for a minute.
+it. It leaves by itself when there is nothing to do, no alert waits to be posted (jobs/webhook.py) and no panel was
+open for a minute.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from jobs import file_systems, processes
 from jobs.death import MOST_LOSSES, cause_of, obstacle
 from jobs.job import Job, State
 from jobs.store import PANEL_LEASE, SUPERVISOR_LEASE, Store
+from jobs.webhook import Sender
 from vramfit.errors import JobError, UserError
 from vramfit.faults import reach
 from vramfit.training.metrics import Event
@@ -336,6 +338,9 @@ class Supervisor:
             self._busy_at, self._panel_beat = now, beat
         if now - self._busy_at < self._patience.idle:
             return False
+        if self._store.alerts_wait():  # whoever waits for them may have closed the panel for that
+            self._busy_at = now  # looked at again after the same while, not ten times a second
+            return False
         return self._store.retire(SUPERVISOR_LEASE, owner=self._who)
 
     def stop(self) -> None:
@@ -426,7 +431,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 pid = processes.pid_of(holder[0]) if holder else "unknown"
                 say(f"Another supervisor (pid {pid}) works on {store.data_dir}; this one leaves.")
                 return 0
-            loop(supervisor, asked=asked)
+            with Sender(store, owner=processes.own_identity(), say=say):
+                loop(supervisor, asked=asked)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -31,11 +31,12 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, RedirectResponse, Response
-from pydantic import Field
+from pydantic import BaseModel, Field
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jobs.store import Store
 from jobs.supervisor import ensure_running
+from ui.alerts import alerts_view, set_webhook, try_webhook
 from ui.calibration import Calibrator
 from ui.checks import Checks
 from ui.estimate import notice_card
@@ -64,6 +65,12 @@ Number = Annotated[int, Field(ge=0, lt=2**63)]
 """What SQLite can count."""
 
 log = logging.getLogger("vramfit.panel")
+
+
+class Address(BaseModel):
+    """What the page sends about the webhook: in the body, because addresses of requests end up in logs."""
+
+    address: str = Field(max_length=10_000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +239,11 @@ def build_pages(services: Services, texts: Texts) -> gr.Blocks:
                 apply_default_css=False,
                 js_on_load="window.VF.mount('Runs', element, trigger)",
             )
+            gr.HTML(
+                '<div class="vf-alerts"></div>',
+                apply_default_css=False,
+                js_on_load="window.VF.mount('Alerts', element)",
+            )
 
         def on_action(note: Any) -> Callable[[gr.EventData], dict[Any, Any]]:
             def act(event: gr.EventData) -> dict[Any, Any]:
@@ -325,7 +337,8 @@ def _head(texts: Texts) -> str:
     # "<" as an escape, so that no text can end the script element.
     values = json.dumps(known, ensure_ascii=False).replace("<", "\\u003c")
     scripts = "".join(
-        f'<script src="{_asset_url(name)}"></script>' for name in ("panel.js", "monitor.js", "runs.js", "explore.js")
+        f'<script src="{_asset_url(name)}"></script>'
+        for name in ("panel.js", "monitor.js", "runs.js", "alerts.js", "explore.js")
     )
     return (
         f'<link rel="icon" href="{_asset_url("icon.svg")}" type="image/svg+xml">'
@@ -386,6 +399,19 @@ def _add_routes(app: FastAPI, services: Services) -> None:
     @app.get("/vramfit/data/runs")
     def runs(lang: str = "en") -> Response:
         return _answer(services, lang, lambda texts: runs_view(store, texts))
+
+    @app.get("/vramfit/data/alerts")
+    def alerts(lang: str = "en", after: Number | None = None) -> Response:
+        return _answer(services, lang, lambda texts: alerts_view(store, texts, after=after))
+
+    @app.post("/vramfit/data/webhook")
+    def webhook(wish: Address, lang: str = "en") -> Response:
+        set_webhook(store, wish.address)
+        return alerts(lang)
+
+    @app.post("/vramfit/data/webhook/test")
+    def test_webhook(wish: Address, lang: str = "en") -> Response:
+        return _answer(services, lang, lambda texts: try_webhook(store, wish.address, texts))
 
     @app.get("/vramfit/data/row/{token}")
     def row(

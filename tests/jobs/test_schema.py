@@ -21,6 +21,7 @@ RELEASED = {
     "0003_drifts_and_heat": "2ea786",
     "0004_waits": "92c8f0",
     "0005_going_on": "b0f0b3",
+    "0006_alerts": "4a1e63",
 }
 
 

@@ -100,11 +100,11 @@
     return element;
   };
 
-  VF.fetch = async (path, query = {}, method = "GET") => {
+  VF.fetch = async (path, query = {}, method = "GET", body = null) => {
     const url = new URL(`/vramfit/data/${path}`, location.origin);
     url.searchParams.set("lang", VF.language);
     for (const [name, value] of Object.entries(query)) if (value != null) url.searchParams.set(name, value);
-    const answer = await fetch(url, { cache: "no-store", method });
+    const answer = await fetch(url, { cache: "no-store", method, ...(body && { body: JSON.stringify(body), headers: { "content-type": "application/json" } }) });
     const values = await answer.json();
     if (values.error) throw Object.assign(new Error(values.error.what), values.error);
     if (!answer.ok) throw new Error(answer.statusText);

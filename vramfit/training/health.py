@@ -36,6 +36,9 @@ PLATEAU_SHARE: Final = 0.001
 """Falling by less from one block's median to the next is standing still."""
 SLOW_SHARE: Final = 0.5
 NAMED_ROWS: Final = 8
+UNHEALTHY: Final = frozenset({"loss-spike", "not-finite", "drift", "slow", "heat", "spill"})
+"""Kinds of events by which a run is not well, where their level is a warning: what somebody who is away wants to hear
+of."""
 _NORMAL: Final = 1.4826
 
 
