@@ -57,9 +57,15 @@ def forecast_card(
     """The whole estimate of a plan. With a `refusal` it does not fit: what takes the room, and what would help. `check`
     is the token by which the plan can be checked precisely (ui/checks.py), "" where it cannot."""
     memory, plan = forecast.memory, forecast.plan
-    key = "fits" if forecast.fits else "wontfit"
-    figure = texts["estimate.of_budget" if forecast.fits else "estimate.over"].format(
-        used=format_bytes(memory.device_bytes), budget=format_bytes(plan.budget_bytes)
+    fits = forecast.fits and refusal is None  # it may fit the device, and not the RAM beside it or the disk
+    key = "fits" if fits else "wontfit"
+    used, budget = memory.device_bytes, plan.budget_bytes
+    elsewhere = refusal is not None and refusal.tier != "device"
+    if refusal is not None and elsewhere:
+        used, budget = refusal.needed_bytes, refusal.available_bytes
+    sentence = f"estimate.over.{refusal.tier}" if refusal is not None and elsewhere else "estimate.over"
+    figure = texts["estimate.of_budget" if fits else sentence].format(
+        used=format_bytes(used), budget=format_bytes(budget)
     )
     on_cpu = plan.device == "cpu"
     body = [

@@ -84,7 +84,7 @@ def test_a_model_that_cannot_fit_says_the_numbers_and_what_would_help(form: Page
     _pick(form, "method", "Full fine-tuning")
     expect(form.locator("#estimate .vf-badge-wontfit")).to_be_visible()
     expect(form.locator("#estimate .vf-suggestions li").first).to_be_visible()
-    assert "GiB needed" in form.inner_text("#estimate")
+    assert "GiB needed of disk" in form.inner_text("#estimate")
 
 
 def test_an_unknown_model_is_one_sentence_at_the_model(form: Page) -> None:

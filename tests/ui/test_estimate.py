@@ -130,3 +130,15 @@ def test_what_was_assumed_is_in_sight_and_in_the_page_s_language() -> None:
     assert page.index("64.0 GiB of RAM and 500.0 GiB of free disk are assumed") < page.index("<details")
     assert page.count("64.0 GiB of RAM") == 1
     assert "假设有 64.0 GiB 内存" in forecast_card(told, texts_of("zh"), device_name="RTX 4090")
+
+
+@pytest.mark.parametrize(("tier", "words"), [("disk", "needed of disk"), ("host", "needed of RAM")])
+def test_what_fits_the_card_and_not_what_is_beside_it_does_not_fit(tier: str, words: str) -> None:
+    error = WontFit(
+        "Too large", needed_bytes=90 * GIB, available_bytes=60 * GIB, tier=tier, suggestions=(), forecast=_forecast()
+    )
+
+    shown = error_card(error, EN)
+
+    assert 'data-state="wontfit"' in shown and "vf-badge-wontfit" in shown
+    assert f"90.0 GiB {words}" in shown and "60.0 GiB" in shown

@@ -349,6 +349,8 @@ WORDS: dict[str, str] = {
     "estimate.open": "Not complete",
     "estimate.of_budget": "{used} of {budget} budget",
     "estimate.over": "{used} needed, {budget} budget",
+    "estimate.over.host": "{used} needed of RAM, there are {budget}",
+    "estimate.over.disk": "{used} needed of disk, {budget} free",
     "estimate.device": "Card memory at the peak",
     "estimate.device.cpu": "Memory at the peak (no card: RAM)",
     "estimate.phase": "Peak: {phase}",

@@ -339,6 +339,8 @@ WORDS: dict[str, str] = {
     "estimate.open": "还不完整",
     "estimate.of_budget": "{used}，预算 {budget}",
     "estimate.over": "需要 {used}，预算 {budget}",
+    "estimate.over.host": "需要内存 {used}，共有 {budget}",
+    "estimate.over.disk": "需要磁盘 {used}，可用 {budget}",
     "estimate.device": "峰值显存",
     "estimate.device.cpu": "峰值内存（没有显卡：用内存）",
     "estimate.phase": "峰值在：{phase}",

@@ -18,6 +18,9 @@ from vramfit.training.compile_choice import compiled_blocks
 SCRATCH: Final = "blocks"
 """Inside a run's folder: blocks that live on disk in another format than the model's own files."""
 
+MOST_KEPT: Final = 0.6
+"""Of the budget: what a streamed run may need for freed memory to be kept."""
+
 _CHANGES_BASE: Final = ("pissa", "olora")
 
 
@@ -37,6 +40,10 @@ def open_executor(
         )
         executor.compiled = blocks
         return executor
+    if plan.device == "cpu":
+        # Keeping it is faster by a third where activations are large; a run that needs most of its budget cannot.
+        roomy = forecast.memory.device_bytes <= MOST_KEPT * plan.budget_bytes
+        keep_freed_memory() if roomy else return_freed_memory()
     return _streaming(config, plan, folder=folder, start_file=start_file, resumed=resumed)
 
 
@@ -46,8 +53,6 @@ def _streaming(config: RunConfig, plan: Plan, *, folder: Path, start_file: Path,
 
     _check(config)
     quiet_transformers()
-    if plan.device == "cpu":
-        return_freed_memory()
     if not config.trains_adapter:
         return _streaming_all(config, plan, scratch=folder / SCRATCH)
     model, visits = open_streamed(
