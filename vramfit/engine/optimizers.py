@@ -36,7 +36,7 @@ def build_optimizer(
     _check_bits(plan)
     groups = parameter_groups(model, weight_decay=schedule.weight_decay)
     if plan.optimizer == "muon":
-        groups = _apart(groups, outside_blocks(model))
+        groups = _apart(groups, outside_blocks(model), _norms_and_biases(model))
     if plan.optimizer_tier == "device":
         return _on_device(groups, schedule, plan, seed=seed)
     from vramfit.engine.host_states import HostStates
@@ -59,7 +59,7 @@ def build_host_optimizer(
     _check_bits(plan)
     groups = parameter_groups(model, weight_decay=schedule.weight_decay)
     if plan.optimizer == "muon":
-        groups = _apart(groups, outside_blocks(model))
+        groups = _apart(groups, outside_blocks(model), _norms_and_biases(model))
     made = {
         parameter: torch.nn.Parameter(hollow(torch.empty((), dtype=torch.float32).expand(parameter.shape)))
         for group in groups
@@ -150,10 +150,19 @@ def parameter_groups(model: torch.nn.Module, *, weight_decay: float) -> list[dic
         raise ModelError(
             "The model has 0 trained parameters", "Choose another method, or adapter targets that match its layers."
         )
-    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
-    vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    gains = _norms_and_biases(model)
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2 and id(parameter) not in gains]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2 or id(parameter) in gains]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def _norms_and_biases(model: torch.nn.Module) -> set[int]:
+    """Some families keep these as matrices: a norm's gain for each head, a bias for each expert."""
+    from vramfit.engine.raised import is_norm
+
+    of_norms = {id(each) for module in model.modules() if is_norm(module) for each in module.parameters(recurse=False)}
+    return of_norms | {id(each) for name, each in model.named_parameters() if name.endswith("bias")}
 
 
 def outside_blocks(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -167,9 +176,9 @@ def outside_blocks(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return found if head is None else [*found, head.weight]
 
 
-def _apart(groups: list[dict[str, Any]], outside: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
+def _apart(groups: list[dict[str, Any]], outside: list[torch.nn.Parameter], gains: set[int]) -> list[dict[str, Any]]:
     """Muon's groups: the matrices inside the blocks are its own, everything else is AdamW's."""
-    others = {id(parameter) for parameter in outside}
+    others = {id(parameter) for parameter in outside} | gains
     found = []
     for group in groups:
         hidden = [each for each in group["params"] if each.ndim >= 2 and id(each) not in others]

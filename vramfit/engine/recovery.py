@@ -94,7 +94,16 @@ class Recovery:
         rows that come together, `largest` names the largest single row. Raises WontFit with the numbers when a single
         row, or the optimizer, finds no room, or when weights had already changed.
         """
-        before = _Before(self.optimizer, self.device, self._buffers)
+        try:
+            before = _Before(self.optimizer, self.device, self._buffers)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self._wont_fit(
+                "Memory ran out before the step began, when the model's buffers were copied",
+                str(error),
+                "End other programs that use this memory, or use a smaller micro-batch.",
+            ) from error
         watching = self.optimizer.register_step_post_hook(lambda *_: before.note_step())
         try:
             return self._repeat(before, accumulate, finish, rows, largest)

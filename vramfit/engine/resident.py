@@ -17,6 +17,7 @@ from vramfit.engine.activations import Mode, plan_activations, set_activations, 
 from vramfit.engine.compiling import CompiledBlocks
 from vramfit.engine.evaluation import evaluation_mode, has_finite_weights
 from vramfit.engine.governor import Governor, Reading
+from vramfit.engine.host_states import HostStates
 from vramfit.engine.later import Later
 from vramfit.engine.loss import Batch, Targets, TokenLoss, model_inputs, targets_of
 from vramfit.engine.objective import Objective, SummedLoss
@@ -332,6 +333,11 @@ class ResidentExecutor:
         self.raised.set(values.get("raised", ()))
         self._load_activations(values)
         set_random_state(self.device, dict(Chosen.under(tensors, RANDOM)))
+
+    def weights_were_changed(self) -> None:
+        """From outside: copies that are trained in their place follow."""
+        if isinstance(self.optimizer, HostStates):
+            self.optimizer.copy_masters()
 
     def has_finite_weights(self) -> bool:
         """Whether all trained weights are numbers."""

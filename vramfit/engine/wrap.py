@@ -28,6 +28,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from vramfit.config import Auto, Precision
 from vramfit.engine.activations import Mode, activation_modes, find_blocks, recompute_blocks, set_activations
+from vramfit.engine.evaluation import evaluation_mode
 from vramfit.engine.governor import Governor, Reading, StepCost, build_governor
 from vramfit.engine.head import base_model
 from vramfit.engine.loss import IGNORED, TokenLoss, model_inputs, targets_of
@@ -43,7 +44,7 @@ from vramfit.engine.precision import (
 from vramfit.engine.recovery import Recovery
 from vramfit.engine.resident import Piece, StepResult
 from vramfit.engine.update import finish_step
-from vramfit.errors import ConfigError, DataError, ModelError, Problem
+from vramfit.errors import ConfigError, DataError, ModelError, Problem, VramfitError
 from vramfit.units import GIB
 
 BatchLike: TypeAlias = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor
@@ -88,7 +89,7 @@ def wrap(
     check_precision(device, compute)
     if micro_batch != "auto" and micro_batch < 1:
         raise _wrong("micro_batch", f"A micro-batch of {micro_batch} rows holds nothing", "Give 1 or more, or auto.")
-    if max_grad_norm < 0:
+    if not max_grad_norm >= 0:
         raise _wrong("max_grad_norm", f"The gradient norm cannot be limited to {max_grad_norm}", "Give 0 or more.")
     if recompute != "all" and recompute < 0:
         raise _wrong("recompute", f"{recompute} blocks cannot be recomputed", "Give 0 or more, or all.")
@@ -377,34 +378,69 @@ def _checked(returned: Any) -> tuple[Tensor, int, float]:
 
 def _loss_of(model: nn.Module, compute: Precision) -> LossFunction:
     """The loss of a model that came without one."""
-    if not type(base_model(model)).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+    base = base_model(model)
+    plain = getattr(base, "_orig_mod", base)  # behind torch.compile
+    if not _predicts_the_next_token(model if plain is base else plain):
         return _own_loss
+    if plain is not base:
+        return lambda module, piece: _own_loss(module, piece, shifted=True)
     token_loss: Any = TokenLoss(model, kind="fused", compute=compute)
 
     def causal_loss(_: nn.Module, piece: Any) -> tuple[Tensor, int, float]:
+        if isinstance(piece, Mapping):
+            piece = {name: value for name, value in piece.items() if value is not None and name != "use_cache"}
         if not isinstance(piece, Mapping) or not {"input_ids", "labels"} <= piece.keys() <= _CAUSAL_KEYS:
             if isinstance(piece, Mapping) and "weights" in piece:  # many forwards take any keyword, and drop it
                 extra = ", ".join(sorted(map(str, piece.keys() - _CAUSAL_KEYS))) or "no labels"
                 raise _wrong("weights", f"The batch has weights beside {extra}", "Give wrap(..., loss=function).")
-            loss, count = _own_loss(model, piece)
+            loss, count = _own_loss(model, piece, shifted=True)
             return loss, count, count
-        rows = Piece(
-            input_ids=piece["input_ids"],
-            labels=piece["labels"],
-            attention_mask=piece.get("attention_mask"),
-            position_ids=piece.get("position_ids"),
-            weights=piece.get("weights"),
-        )
-        targets = targets_of(rows)
-        if targets.count == 0:
-            return rows.input_ids.new_zeros((), dtype=torch.float32), 0, 0.0
-        return token_loss(model_inputs(rows, rows.input_ids.device), targets), targets.count, targets.weight
+        return _summed(token_loss, piece)
 
     return causal_loss
 
 
-def _own_loss(model: nn.Module, piece: Any) -> tuple[Tensor, int]:
-    """The mean loss a model returns, times the items it is the mean of."""
+def _summed(token_loss: Any, piece: Mapping[str, Any]) -> tuple[Tensor, int, float]:
+    """(the loss summed over the tokens that are predicted, their number, the sum of their weights)."""
+    rows = Piece(
+        input_ids=piece["input_ids"],
+        labels=piece["labels"],
+        attention_mask=piece.get("attention_mask"),
+        position_ids=piece.get("position_ids"),
+        weights=piece.get("weights"),
+    )
+    targets = targets_of(rows)
+    if targets.count == 0:
+        return rows.input_ids.new_zeros((), dtype=torch.float32), 0, 0.0
+    return token_loss(model_inputs(rows, rows.input_ids.device), targets), targets.count, targets.weight
+
+
+def _predicts_the_next_token(model: nn.Module) -> bool:
+    """Whether a model's own loss is the usual one of a causal language model: its name says so, and on two short rows,
+    one of them padded, it is the same number. Some add a loss of their routers, smooth it, or do not shift labels."""
+    base = base_model(model)
+    named = type(base).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    if not named or not hasattr(base, "get_input_embeddings") or not hasattr(base, "config"):
+        return False
+    table = base.get_input_embeddings().weight
+    ids = (torch.arange(16, device=table.device) * 7 % len(table)).view(2, 8)
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    labels = ids.masked_fill(mask == 0, IGNORED)
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    exact = table.dtype == torch.float32
+    try:
+        with evaluation_mode(model):
+            own = model(**inputs).loss.item()
+            total, count, _ = _summed(TokenLoss(model, kind="full", compute="fp32" if exact else "bf16"), inputs)
+    except (RuntimeError, TypeError, ValueError, AttributeError, VramfitError):
+        return False
+    return math.isclose(own, total.item() / count, rel_tol=1e-4 if exact else 1e-2)
+
+
+def _own_loss(model: nn.Module, piece: Any, *, shifted: bool = False) -> tuple[Tensor, int]:
+    """The mean loss a model returns, times the items it is the mean of: where it is `shifted`, a row's first label is
+    none."""
     if isinstance(piece, Mapping):
         output = model(**piece)
     elif isinstance(piece, tuple | list):
@@ -418,7 +454,9 @@ def _own_loss(model: nn.Module, piece: Any) -> tuple[Tensor, int]:
             f"{type(model).__name__} returned no loss for the batch",
             "Give wrap(..., loss=function) a function (model, batch) -> (summed loss, count).",
         )
-    count = _items_of(piece)
+    count = _items_of({**piece, "labels": piece["labels"][:, 1:]} if shifted and "labels" in piece else piece)
+    if count == 0:  # a mean of nothing is no number
+        return mean.new_zeros(()), 0
     return mean.reshape(()) * count, count
 
 

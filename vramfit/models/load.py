@@ -6,8 +6,9 @@ network. What is imported here is imported when needed: a first run waits for it
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -18,9 +19,12 @@ from vramfit.errors import ModelError
 from vramfit.models.architecture import Architecture
 from vramfit.models.attention import implementation
 from vramfit.models.catalogue import architecture_of, may_be_hub_id
-from vramfit.models.files import check_folder, read_config
+from vramfit.models.files import check_folder, read_config, weight_files
 from vramfit.models.tokenizer import cannot_load, load_options, local_folder
 from vramfit.planning.plan import Plan
+
+_ENDS: Final = 2**20
+"""Bytes at each end of a file by which it is told from another."""
 
 
 def load_model(
@@ -87,6 +91,24 @@ def check_weights(config: RunConfig) -> None:
             f"{folder} is stored quantised, and {config.method!r} needs the weights as numbers",
             "Choose the original 16-bit model, or the method qlora.",
         )
+
+
+def weights_fingerprint(config: RunConfig) -> str:
+    """What tells a base from another of the same shape: size, beginning (with all names) and end of each of its files.
+
+    "" where a checkpoint has all weights, or they come from the hub, whose revisions do not change.
+    """
+    folder = local_folder(config.model)
+    if not config.trains_adapter or config.model.source == STARTER_MODEL or folder is None:
+        return ""
+    found = hashlib.sha256()
+    for path in weight_files(folder):
+        with path.open("rb") as file:
+            found.update(f"{path.name} {path.stat().st_size}".encode())
+            found.update(file.read(_ENDS))
+            file.seek(max(0, path.stat().st_size - _ENDS))
+            found.update(file.read(_ENDS))
+    return found.hexdigest()[:16]
 
 
 def build_starter(attention: str = "sdpa") -> nn.Module:

@@ -34,7 +34,7 @@ from vramfit.models.architecture import Architecture
 from vramfit.models.attention import described as described_attention
 from vramfit.models.export import export_run
 from vramfit.models.generate import generate
-from vramfit.models.load import check_weights, read_architecture
+from vramfit.models.load import check_weights, read_architecture, weights_fingerprint
 from vramfit.models.tokenizer import load_tokenizer
 from vramfit.planning.plan import Forecast, Plan
 from vramfit.planning.planner import forecast_run
@@ -225,6 +225,7 @@ class _Run:
         batches = [self._alone(row) for row in itertools.islice(rows, EVA_SEQUENCES)]
         self.recorder.phase(PhaseProgress(name="loading", detail=f"the adapters, from {len(batches)} sequences"))
         start_from_inputs(self.executor.model, lambda: self.executor.evaluate(batches))
+        self.executor.weights_were_changed()
 
     def step(self, step: int) -> None:
         """One optimizer step over the rows that belong to it, and its metrics."""
@@ -296,7 +297,8 @@ class _Run:
         self.eval_loss = loss
         self.recorder.evaluation(Evaluation(step=step, time=time.time(), loss=loss, tokens=tokens))
         reach("trainer: after an evaluation")
-        if step == 0:  # what training has to improve on, and nothing that could be kept
+        # What training has to improve on; or weights that a refused step has left, and that are not saved.
+        if step == 0 or self.health.refusals.in_a_row:
             return False
         evaluations = self.health.evaluations
         better = evaluations.hear(step, loss)
@@ -526,6 +528,7 @@ class _Run:
             "sequences_per_step": self.config.schedule.sequences_per_step,
             "total_steps": self.order.total_steps,
             "seed": self.config.seed,
+            "base": weights_fingerprint(self.config),
         }
 
     def _check_identity(self, saved: dict[str, Any]) -> None:

@@ -157,3 +157,27 @@ def test_paged_states_are_bitsandbytes_paged_classes(tiny, kind, bits):
 def test_only_drivers_that_move_memory_have_paged_states():
     assert {name for name, backend in BACKENDS.items() if backend.paged} == {"cuda", "rocm"}
     assert not backend_of("cpu").paged
+
+
+def test_norms_and_biases_kept_as_matrices_do_not_decay_and_are_not_muons() -> None:
+    import transformers
+
+    shape = transformers.CohereConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        use_qk_norm=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = transformers.CohereForCausalLM(shape)
+    gains = {id(each) for name, each in model.named_parameters() if "norm" in name}
+    assert any(each.ndim == 2 for each in model.parameters() if id(each) in gains)
+
+    groups = parameter_groups(model, weight_decay=0.1)
+
+    decaying = {id(each) for group in groups if group["weight_decay"] for each in group["params"]}
+    assert not gains & decaying

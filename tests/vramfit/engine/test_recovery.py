@@ -327,3 +327,14 @@ def test_what_was_asked_for_is_read_from_the_message(message, size):
 
 def test_halves_lose_no_row():
     assert [halves(rows) for rows in (8, 5, 2, 1)] == [(4, 4), (3, 2), (1, 1), (1, 0)]
+
+
+def test_memory_that_runs_out_before_the_step_begins_is_told_with_the_numbers(tiny, monkeypatch):
+    executor = executor_of(tiny)
+
+    def full(self):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+
+    monkeypatch.setattr("vramfit.engine.recovery._Buffers.note", full)
+    with pytest.raises(WontFit, match=r"Memory ran out before the step began.*The run may use"):
+        executor.step([tiny.pad(tiny.sequences(*LENGTHS))], 1e-3)

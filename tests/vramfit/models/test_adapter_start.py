@@ -174,3 +174,38 @@ def test_eva_over_several_batches_keeps_nearly_all_that_one_would_find():
         first, second = one.lora_A[NAME].weight, other.lora_A[NAME].weight
         torch.testing.assert_close(second @ second.T, torch.eye(4), rtol=0, atol=1e-5)
         assert (first[:1] @ second.T).norm() > 0.95  # the main direction is within what the parts found
+
+
+def test_eva_reaches_the_copies_of_states_in_ram():
+    """Which are what is trained: a step must not bring the random start back."""
+    from vramfit.config import ScheduleChoice
+    from vramfit.engine.host_states import HostStates
+    from vramfit.engine.optimizers import build_optimizer
+    from vramfit.engine.resident import ResidentExecutor
+    from vramfit.planning.plan import Plan
+
+    model = started(base(), "eva")
+    plan = Plan(
+        method="lora",
+        device="cpu",
+        budget_bytes=2**33,
+        compute="fp32",
+        weight_format="fp32",
+        optimizer_tier="host",
+        max_length=12,
+        micro_batch=2,
+        accumulation=1,
+        recompute=0,
+        loss="full",
+        lora_rank=4,
+        lora_targets=("all-linear",),
+    )
+    optimizer = build_optimizer(model, ScheduleChoice(), plan)
+    executor = ResidentExecutor(model, plan=plan, optimizer=optimizer)
+    start_from_inputs(model, lambda: model(input_ids=TOKENS))
+    executor.weights_were_changed()
+
+    assert isinstance(optimizer, HostStates)
+    for _, layer in adapted_layers(model):
+        weight = layer.lora_A[NAME].weight
+        assert torch.equal(optimizer.master(weight), weight)

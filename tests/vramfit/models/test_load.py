@@ -10,7 +10,7 @@ import torch
 
 from vramfit.config import ModelChoice, RunConfig
 from vramfit.errors import ModelError
-from vramfit.models.load import load_model, read_architecture
+from vramfit.models.load import load_model, read_architecture, weights_fingerprint
 from vramfit.models.tokenizer import load_tokenizer, local_folder
 
 TOKENS = torch.tensor([[5, 9, 33, 120, 7]])
@@ -201,3 +201,17 @@ def test_memory_that_runs_out_while_loading_is_not_blamed_on_the_files(small, mo
     with pytest.raises(ModelError, match=r"Memory ran out while the weights of .* were loaded") as told:
         load_model(small.config(model_folder), small.plan(), cache=tmp_path)
     assert "streams" in told.value.remedy
+
+
+def test_a_base_is_told_from_another_of_its_shape_and_not_by_where_it_lies(small, model_folder, tmp_path):
+    import shutil
+
+    here = weights_fingerprint(small.config(model_folder, "lora"))
+    moved = tmp_path / "moved"
+    shutil.copytree(model_folder, moved)
+    assert weights_fingerprint(small.config(moved, "lora")) == here != ""
+    with (moved / "model.safetensors").open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\x00\x01\x02\x03")
+    assert weights_fingerprint(small.config(moved, "lora")) != here
+    assert weights_fingerprint(small.config(moved, "full")) == "", "its checkpoints have all weights"
