@@ -20,7 +20,6 @@ from vramfit.data.batches import MicroBatch
 from vramfit.engine.accelerators import empty_cache, peak_of, reset_peak, synchronize
 from vramfit.engine.activations import find_blocks
 from vramfit.engine.blocks import BlockStream, Layout
-from vramfit.engine.nf4 import Nf4Linear, part_shapes
 from vramfit.engine.optimizers import build_optimizer
 from vramfit.engine.streaming import StreamingExecutor
 from vramfit.engine.tiers import RamTier
@@ -29,6 +28,7 @@ from vramfit.hardware.devices import probe
 from vramfit.models.adapters import attach_adapters
 from vramfit.models.architecture import from_config
 from vramfit.models.hollow import hollow_model
+from vramfit.models.streamed import make_quantised, tensors_of
 from vramfit.planning.plan import Plan, Workload
 from vramfit.planning.speed import estimate_speed
 from vramfit.training.opening import open_executor
@@ -194,11 +194,8 @@ def _random_qlora(shape: Shape, plan: Plan) -> StreamingExecutor:
     model.requires_grad_(False)
     blocks = list(find_blocks(model))
     for block in blocks:
-        for name, module in list(block.named_modules()):
-            if type(module) is torch.nn.Linear:
-                parent, _, leaf = name.rpartition(".")
-                setattr(block.get_submodule(parent), leaf, Nf4Linear.of(module))
-    layout = Layout(_tensors_of(blocks[0]))
+        make_quantised(block)
+    layout = Layout(tensors_of(blocks[0]))
     tier = RamTier([layout] * len(blocks), pinned=device.type != "cpu")
     _fill_first(layout, tier.flats[0])
     for flat in tier.flats[1:]:
@@ -218,18 +215,6 @@ def _random_qlora(shape: Shape, plan: Plan) -> StreamingExecutor:
     visits = VisitedBlocks(whole, BlockStream(tier, device))
     optimizer = build_optimizer(whole, ScheduleChoice(), plan)
     return StreamingExecutor(whole, visits=visits, plan=plan, optimizer=optimizer)
-
-
-def _tensors_of(block: torch.nn.Module) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    packed = {name for name, module in block.named_modules() if isinstance(module, Nf4Linear)}
-    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for name, parameter in block.named_parameters():
-        module, _, leaf = name.rpartition(".")
-        if module in packed and leaf == "weight":
-            found |= {f"{module}.{part}": place for part, place in part_shapes(parameter.numel()).items()}
-        else:
-            found[name] = (tuple(parameter.shape), parameter.dtype)
-    return found
 
 
 def _fill_first(layout: Layout, flat: torch.Tensor) -> None:

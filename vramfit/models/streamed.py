@@ -59,7 +59,7 @@ def open_streamed(
     own = [_sources_of(block, f"{prefix}.{index}", sources) for index, block in enumerate(blocks)]
     if plan.weight_format == "nf4":
         for block in blocks:
-            _make_quantised(block)
+            make_quantised(block)
     tier = _tier(plan, blocks, own, scratch, trains=trains)
     device = torch.device(plan.device)
     looked_up = _load_outside(model, prefix, sources, device, plan)
@@ -84,7 +84,7 @@ def open_streamed(
 def _tier(
     plan: Plan, blocks: Sequence[nn.Module], own: Sequence[Mapping[str, Source]], scratch: Path, *, trains: bool
 ) -> Tier:
-    layouts = [Layout(_tensors_of(block)) for block in blocks]
+    layouts = [Layout(tensors_of(block)) for block in blocks]
     if plan.weight_format != "nf4" and plan.weights_tier == "disk" and not trains:
         return FilesTier(
             layouts, own, [_as_stored(layout, sources) for layout, sources in zip(layouts, own, strict=True)]
@@ -136,7 +136,7 @@ def _quantise_into(views: Mapping[str, Tensor], name: str, source: Source, block
         views[f"{module}.{part}"].copy_(getattr(parts, part))
 
 
-def _tensors_of(block: nn.Module) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def tensors_of(block: nn.Module) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Name, shape and format of all that a block needs; a linear in 4 bits needs its parts instead of its weight."""
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     packed = {name for name, module in block.named_modules() if isinstance(module, Nf4Linear)}
@@ -149,7 +149,8 @@ def _tensors_of(block: nn.Module) -> dict[str, tuple[tuple[int, ...], torch.dtyp
     return found
 
 
-def _make_quantised(block: nn.Module) -> None:
+def make_quantised(block: nn.Module) -> None:
+    """Its linears become ones whose weights come in 4 bits."""
     for name, module in list(block.named_modules()):
         if type(module) is nn.Linear or type(module).__name__ == "Conv1D":
             parent, _, leaf = name.rpartition(".")
