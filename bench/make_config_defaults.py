@@ -38,7 +38,7 @@ OTHER_KEYS: Final = (
     "num_kv_heads",
     "num_ln_in_parallel_attn",
     "alibi",
-    "expansion_ratio",
+    "layer_norm_elementwise_affine",
     "qk_layernorm",
     "use_parallel_residual",
     "use_qk_norm",

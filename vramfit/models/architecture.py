@@ -85,8 +85,8 @@ class Linear:
 class Architecture:
     """A decoder's shape. Widths are numbers of features, `vocab_size` is rows of the embedding as stored.
 
-    `counted`: its family is not described, and `extra_params` makes up for what the shape alone does not say. `notes`
-    say what was assumed in reading it, one sentence each.
+    `counted`: its family is not described, and `extra_block_params` of every block and `extra_params` outside of them
+    make up for what the shape alone does not say. `notes` say what was assumed in reading it, one sentence each.
     """
 
     name: str
@@ -125,6 +125,7 @@ class Architecture:
     residual_dropout: bool | None = None
     counted: bool = False
     extra_params: int = 0
+    extra_block_params: int = 0
     published_params: int | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
 
@@ -205,7 +206,7 @@ class Architecture:
     def params_of_block(self, layer: int) -> int:
         """Parameters of block `layer` (from 0)."""
         linears = sum(linear.params for linear in self.linears(layer))
-        return linears + self._norm_params_of_block
+        return linears + self._norm_params_of_block + self.extra_block_params
 
     def linears(self, layer: int) -> tuple[Linear, ...]:
         """Every weight matrix of block `layer`, in the order of the forward pass."""
@@ -353,11 +354,9 @@ def from_config(values: Mapping[str, Any], name: str) -> Architecture:
     if not isinstance(values, Mapping):
         raise ModelError(f"config.json of {name} holds no settings", "Download the model's folder again.")
     _refuse_untrainable(values, name)
-    part = values.get("text_config")
-    nested = isinstance(part, Mapping)
-    if isinstance(part, Mapping):
-        outer = {key: values[key] for key in ("model_type", "tie_word_embeddings") if key in values}
-        values = {**outer, **part}
+    nested = isinstance(values.get("text_config"), Mapping)
+    values = decoder_values(values)
+    if nested:
         _refuse_untrainable(values, name)
     model_type = values.get("model_type")
     family_name = families.ALIASES.get(str(model_type), str(model_type))
@@ -366,16 +365,28 @@ def from_config(values: Mapping[str, Any], name: str) -> Architecture:
     return _Reader(values, family_name, name, nested=nested).architecture()
 
 
+def decoder_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of the decoder: of a multimodal model those of its text part, and what only the whole one says."""
+    part = values.get("text_config")
+    if not isinstance(part, Mapping):
+        return values
+    outer = {key: values[key] for key in ("model_type", "tie_word_embeddings") if key in values}
+    return {**outer, **part}
+
+
 def is_described(values: object) -> bool:
     """Whether `from_config` can say all about a config.json, its complaints included: only a decoder whose model_type
     has no row, and that loads without code of its own, must be counted."""
-    if not isinstance(values, Mapping) or isinstance(values.get("text_config"), Mapping):
+    if not isinstance(values, Mapping):
         return True
-    model_type = values.get("model_type")
-    if not isinstance(model_type, str) or values.get("is_encoder_decoder") is True or values.get("auto_map"):
+    decoder = decoder_values(values)
+    if any(one.get("is_encoder_decoder") is True or _quantised_with(one) for one in (values, decoder)):
+        return True
+    model_type = decoder.get("model_type")
+    if not isinstance(model_type, str) or (model_type in families.ENCODERS and not decoder.get("is_decoder")):
         return True
     name = families.ALIASES.get(model_type, model_type)
-    return name in families.FAMILIES or name in families.OWN_CODE or "quantization_config" in values
+    return name in families.FAMILIES or name in families.OWN_CODE
 
 
 def _refuse_untrainable(values: Mapping[str, Any], name: str) -> None:
@@ -383,11 +394,8 @@ def _refuse_untrainable(values: Mapping[str, Any], name: str) -> None:
         raise ModelError(
             f"{name} is an encoder-decoder, and VRAMFit trains decoders", "Choose a decoder such as Llama or Qwen."
         )
-    quantization = values.get("quantization_config")
-    if not isinstance(quantization, Mapping):
-        return
-    method = str(quantization.get("quant_method", "unknown")).lower()
-    if method in ("bitsandbytes",):
+    method = _quantised_with(values)
+    if method is None:
         return
     raise ModelError(
         f"{name} is stored quantised with {method.upper()}: numbers of so few bits have no gradient, so they cannot be "
@@ -396,20 +404,39 @@ def _refuse_untrainable(values: Mapping[str, Any], name: str) -> None:
     )
 
 
+def _quantised_with(values: Mapping[str, Any]) -> str | None:
+    """How weights are stored that cannot be trained on; bitsandbytes' can."""
+    quantization = values.get("quantization_config")
+    if not isinstance(quantization, Mapping):
+        return None
+    method = str(quantization.get("quant_method", "unknown")).lower()
+    return None if method == "bitsandbytes" else method
+
+
 def _unknown_family(model_type: object, name: str) -> ModelError:
     if not isinstance(model_type, str):
         return ModelError(
             f"config.json of {name} does not say its model_type", "Give a folder in Hugging Face format of a decoder."
         )
     if model_type in families.OWN_CODE:
+        return needs_own_code(model_type, name)
+    if model_type in families.ENCODERS:
         return ModelError(
-            f"{name} has model_type {model_type!r}, which only loads with code from its own folder, and VRAMFit never "
-            "runs that",
-            "Choose a converted copy in Llama format, or another model.",
+            f"{name} has model_type {model_type!r}, an encoder, and VRAMFit trains decoders",
+            "Choose a decoder such as Llama or Qwen.",
         )
     known = ", ".join(sorted(families.FAMILIES))
     return ModelError(
         f"{name} has model_type {model_type!r}, which VRAMFit does not know", f"Choose a model of one of: {known}."
+    )
+
+
+def needs_own_code(model_type: str, name: str) -> ModelError:
+    """The refusal of a model that `transformers` does not have itself."""
+    return ModelError(
+        f"{name} has model_type {model_type!r}, which only loads with code from its own folder, and VRAMFit never "
+        "runs that",
+        "Choose a converted copy in Llama format, or another model.",
     )
 
 
@@ -671,7 +698,9 @@ def _opt(reader: _Reader, hidden: int) -> dict[str, Any]:
     """OPT's position table has two rows more; its 350M embeds in a narrower space and has no final norm."""
     narrow = reader.at("word_embed_proj_dim", default=hidden)
     before, removed = reader.switch("do_layer_norm_before", True), reader.switch("_remove_final_layer_norm", False)
+    affine = reader.switch("layer_norm_elementwise_affine", True)
     return {
+        "norm": "layernorm" if affine else "layernorm_noaffine",
         "position": "learned",
         "learned_positions": reader.number("max_position", default=2048) + 2,
         "embed_proj_dim": narrow if narrow != hidden else None,
@@ -680,22 +709,24 @@ def _opt(reader: _Reader, hidden: int) -> dict[str, Any]:
 
 
 def _falcon(reader: _Reader, hidden: int) -> dict[str, Any]:
-    """Three generations: one kv head; all heads (rw); grouped kv heads with two norms (40B and later)."""
+    """Three generations: one kv head; all heads (rw); grouped kv heads with two norms (40B and later). Beside each
+    other branches share one norm unless exactly two are asked for, which is what null means in the new ones."""
     heads = reader.size("heads")
     new = reader.switch("new_decoder_architecture", False)
-    parallel = reader.switch("parallel_attn", True) or new
+    beside = reader.switch("parallel_attn", True)
     kv_heads = 1 if reader.switch("multi_query", True) else heads
-    norms = reader.at("num_ln_in_parallel_attn", default=2) if new else (1 if parallel else 2)
+    norms = reader.at("num_ln_in_parallel_attn", default=2 if new else 1)
     return {
         "kv_heads": reader.at("num_kv_heads", default=heads) if new else kv_heads,
-        "norms_per_layer": norms,
-        "parallel_residual": parallel,
+        "norms_per_layer": 2 if norms == 2 or not beside else 1,
+        "parallel_residual": beside or new,
         "position": "alibi" if reader.switch("alibi", False) else "rope",
     }
 
 
 def _mpt(reader: _Reader, hidden: int) -> dict[str, Any]:
-    return {"mlp_width": hidden * reader.at("expansion_ratio", default=4)}
+    """transformers makes it four times as wide whatever `expansion_ratio` says."""
+    return {"mlp_width": 4 * hidden}
 
 
 def _phi(reader: _Reader, hidden: int) -> dict[str, Any]:

@@ -102,14 +102,18 @@ def _falcon(architecture: Architecture, layers: int) -> dict[str, Any]:
 def _opt(architecture: Architecture, layers: int) -> dict[str, Any]:
     narrow = architecture.embed_proj_dim or architecture.hidden_size
     # The 350M normalises behind its branches and ends without a norm.
-    return {"word_embed_proj_dim": narrow, "do_layer_norm_before": architecture.final_norm}
+    affine = architecture.norm != "layernorm_noaffine"
+    return {
+        "word_embed_proj_dim": narrow,
+        "do_layer_norm_before": architecture.final_norm,
+        "layer_norm_elementwise_affine": affine,
+    }
 
 
 _WRITERS: Final[Mapping[str, Callable[[Architecture, int], dict[str, Any]]]] = {
     "falcon": _falcon,
     "opt": _opt,
     "gpt_bigcode": lambda architecture, layers: {"multi_query": architecture.kv_heads == 1},
-    "mpt": lambda architecture, layers: {"expansion_ratio": architecture.mlp_width // architecture.hidden_size},
     "phi": lambda architecture, layers: {"qk_layernorm": architecture.qk_norm != "none"},
     "stablelm": lambda architecture, layers: {
         "use_parallel_residual": architecture.parallel_residual,

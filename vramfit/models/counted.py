@@ -9,12 +9,12 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Final
 
 from vramfit.errors import ModelError
-from vramfit.models.architecture import Architecture, from_config
+from vramfit.models.architecture import Architecture, Experts, decoder_values, from_config, needs_own_code
 from vramfit.models.config_keys import ACTIVATIONS, tidy
 from vramfit.sentences import say
 
@@ -26,22 +26,31 @@ def counted_architecture(values: Mapping[str, Any], name: str) -> Architecture:
 
     Raises ModelError: `transformers` cannot build it, or a width is missing.
     """
+    values = {key: value for key, value in values.items() if key != "quantization_config"}  # no matter of its shape
     return _counted(json.dumps(values, sort_keys=True), name)
 
 
 @cache
 def _counted(text: str, name: str) -> Architecture:
-    found = _ask(text, name)
-    values = json.loads(text)
-    # The usual names of widths, as nearly all families have them; what is missing is complained of by its name.
+    return from_count(json.loads(text), _ask(text, name), name)
+
+
+def from_count(values: Mapping[str, Any], found: Mapping[str, Any], name: str) -> Architecture:
+    """The architecture of a config.json of which `count_worker` has `found` the numbers."""
+    values = decoder_values(values)
+    # The usual names of widths, as nearly all families have them.
     widths: dict[str, Any] = found["widths"]
+    hidden = found["hidden_size"]
+    ours = {key: value for key, value in _usual(hidden).items() if key not in widths}
     activation = str(widths.get("hidden_act"))
     like_llama = from_config(
         {
-            **values,
+            "max_position_embeddings": 2048,
+            **{key: values[key] for key in ("sliding_window", "use_sliding_window") if key in values},
             **widths,
+            **ours,
             "model_type": "llama",
-            "hidden_size": found["hidden_size"],
+            "hidden_size": hidden,
             "num_hidden_layers": found["layers"],
             "vocab_size": found["vocab_size"],
             "tie_word_embeddings": found["tied_embeddings"],
@@ -49,10 +58,48 @@ def _counted(text: str, name: str) -> Architecture:
         },
         name,
     )
-    shape = dataclasses.replace(like_llama, family=str(values.get("model_type")), counted=True)
-    told = ", ".join(f"{key} ({tidy(widths[key])})" for key in sorted(found["absent"]))
-    notes = (say("assumed.keys", keys=told),) if told else ()
-    return dataclasses.replace(shape, extra_params=found["params"] - shape.params, notes=notes)
+    family = str(values.get("model_type"))
+    gated = dataclasses.replace(like_llama, family=family, counted=True, experts=_experts(found))
+    shapes = (_completed(gated, found), _completed(dataclasses.replace(gated, mlp="plain"), found))
+    nearest = min(shapes, key=lambda shape: abs(shape.extra_block_params))
+    return dataclasses.replace(nearest, notes=tuple(_notes(found, ours)))
+
+
+def _usual(hidden: int) -> dict[str, int]:
+    """Widths that nobody says: a model without attention has no heads, and some name its other width in a way of their
+    own."""
+    heads = next(heads for heads in (hidden // 64, 1) if heads and hidden % heads == 0)
+    return {"num_attention_heads": heads, "intermediate_size": 4 * hidden}
+
+
+def _notes(found: Mapping[str, Any], ours: Mapping[str, int]) -> Iterator[str]:
+    """What the file does not say: what the family's class has instead, and what is only usual."""
+    widths = found["widths"]
+    for name, values in (("assumed.keys", {key: widths[key] for key in found["absent"]}), ("assumed.ours", ours)):
+        if told := ", ".join(f"{key} ({tidy(value)})" for key, value in sorted(values.items())):
+            yield say(name, keys=told)
+
+
+def _completed(shape: Architecture, found: Mapping[str, Any]) -> Architecture:
+    """The shape with what it lacks beside the counted model: the mean of all blocks in each, the rest outside."""
+    each = enumerate(found["block_params"])
+    missing = sum(params - shape.params_of_block(layer) for layer, params in each) // shape.layers
+    shape = dataclasses.replace(shape, extra_block_params=missing)
+    return dataclasses.replace(shape, extra_params=found["params"] - shape.params)
+
+
+def _experts(found: Mapping[str, Any]) -> Experts | None:
+    """Experts as wide as their number of parameters says, of three matrices each; None where it has none."""
+    count, each = found["experts"], found["expert_params"]
+    width = max(each, default=0) // max(1, 3 * count * found["hidden_size"])
+    if not width:
+        return None
+    return Experts(
+        count=count,
+        active=min(count, found["active_experts"] or count),
+        expert_width=width,
+        dense_layers=tuple(layer for layer, params in enumerate(each) if not params),
+    )
 
 
 def _ask(text: str, name: str) -> dict[str, Any]:
@@ -70,6 +117,9 @@ def _ask(text: str, name: str) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(done.stdout.decode("utf-8").strip().splitlines()[-1])
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
         answer = {"error": f"it did not answer within {_SECONDS:g} seconds"}
+    values = json.loads(text)
+    if "error" in answer and values.get("auto_map"):
+        raise needs_own_code(str(values.get("model_type")), name)
     if "error" in answer:
         raise ModelError(
             f"{name} is of a family VRAMFit does not know, and transformers cannot build it ({answer['error']})",

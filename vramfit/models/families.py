@@ -107,7 +107,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "qwen2": Family(facts={"qkv_bias": True}),
     "qwen3": Family(facts={"qk_norm": "per_head"}, switches=_ATTENTION_BIAS),
     "qwen2_moe": Family(
-        facts={"qkv_bias": True},
+        switches={"qkv_bias": ("qkv_bias", True)},
         experts=ExpertKeys(
             width="moe_intermediate_size",
             shared_width="shared_expert_intermediate_size",
@@ -133,7 +133,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         switches={"qkv_bias": ("attention_bias", True), "out_bias": ("attention_bias", True)},
         experts=ExpertKeys(count="num_local_experts", facts={"router_bias": True, "expert_bias": True}),
     ),
-    "deepseek_v2": Family(switches=_ATTENTION_BIAS, latent=True, experts=_DEEPSEEK_EXPERTS),
+    "deepseek_v2": Family(switches=_LLAMA_SWITCHES, latent=True, experts=_DEEPSEEK_EXPERTS),
     "deepseek_v3": Family(switches=_ATTENTION_BIAS, latent=True, experts=_DEEPSEEK_V3_EXPERTS),
     "glm4_moe_lite": Family(switches=_ATTENTION_BIAS, latent=True, experts=_DEEPSEEK_V3_EXPERTS),
     "glm4_moe": Family(switches={"qkv_bias": ("attention_bias", False)}, experts=_DEEPSEEK_V3_EXPERTS),
@@ -305,6 +305,15 @@ ALIASES: Final[Mapping[str, str]] = {"RefinedWeb": "falcon", "RefinedWebModel": 
 
 OWN_CODE: Final = frozenset({"baichuan", "chatglm", "internlm", "internlm2", "qwen", "minicpm", "deepseek", "glm130b"})
 """model_types that only load with code from the model's own folder, which VRAMFit never runs."""
+
+ENCODERS: Final = frozenset(
+    [
+        *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
+        *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl"),
+        "xmod",
+    ]
+)
+"""model_types whose tokens look at those behind them, too, unless their config.json says `is_decoder`."""
 
 OWN_CODE_NAMES: Final[Mapping[str, Family]] = {
     "baichuan": Family(qkv=("W_pack",)),

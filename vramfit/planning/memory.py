@@ -131,8 +131,9 @@ def block_weights(architecture: Architecture, layer: int, plan: Plan) -> Iterato
         return
     left = architecture.params_of_block(layer)
     for linear in architecture.linears(layer):
-        left -= linear.weights
-        yield Weight(linear.weights, (linear.inputs + linear.outputs) * linear.copies, copies=linear.copies)
+        there = min(left, linear.weights)  # a counted block may have fewer parameters than its shape says
+        left -= there
+        yield Weight(there, (linear.inputs + linear.outputs) * linear.copies, copies=linear.copies)
     yield Weight(left)
 
 
@@ -973,7 +974,8 @@ def _block_weight_bytes(architecture: Architecture, layer: int, plan: Plan) -> f
         return BYTES[plan.trained_format] * params
     if plan.weight_format not in QUANTISED:
         return BYTES[plan.weight_format] * params
-    linears = sum(linear.weights for linear in architecture.linears(layer) if linear.module)
+    # A counted block may have fewer parameters than its shape says.
+    linears = min(params, sum(linear.weights for linear in architecture.linears(layer) if linear.module))
     return BYTES[plan.weight_format] * linears + BYTES[plan.compute] * (params - linears)
 
 

@@ -93,6 +93,7 @@ def test_a_multimodal_config_is_read_by_its_text_part() -> None:
         ({"model_type": "mamba"}, "model_type 'mamba', which VRAMFit does not know"),
         ({"model_type": "baichuan"}, "only loads with code from its own folder"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"model_type": "roberta"}, "an encoder"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised with GPTQ"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised with AWQ"),
         ({"hidden_size": 10**20}, "hidden_size is"),

@@ -12,6 +12,8 @@ from vramfit.errors import ModelError
 from vramfit.hardware.catalogue import machine_with
 from vramfit.models import families
 from vramfit.models.catalogue import architecture_of
+from vramfit.models.count_worker import counted
+from vramfit.models.counted import from_count
 from vramfit.planning.plan import Workload
 from vramfit.planning.planner import forecast_run
 
@@ -84,3 +86,124 @@ def test_a_width_under_its_family_s_own_name_is_said(tmp_path: Path) -> None:
 
 def test_a_file_that_says_all_widths_has_no_notes(tmp_path: Path) -> None:
     assert architecture_of(folder(tmp_path / "whole", {**HELIUM, "hidden_act": "silu"})).notes == ()
+
+
+TINY: dict[str, dict[str, object]] = {
+    "two matrices": {**HELIUM, "model_type": "arcee"},
+    "experts": {
+        **HELIUM,
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+    },
+    "experts alone, in a multimodal file": {
+        "model_type": "qwen3_5_moe",
+        "text_config": {
+            "model_type": "qwen3_5_moe_text",
+            "hidden_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "vocab_size": 1000,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+    },
+    "another name for its width": {
+        "model_type": "xglm",
+        "d_model": 64,
+        "num_layers": 3,
+        "attention_heads": 4,
+        "ffn_dim": 160,
+        "vocab_size": 1000,
+        "max_position_embeddings": 256,
+    },
+    "no attention": {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 1000},
+    "an infinity as transformers writes it": {
+        "model_type": "mamba2",
+        "hidden_size": 64,
+        "num_heads": 8,
+        "head_dim": 16,
+        "num_hidden_layers": 3,
+        "vocab_size": 1000,
+        "time_step_limit": [0.0, {"__float__": "Infinity"}],
+    },
+    "blocks of different widths": {
+        "model_type": "gemma4_text",
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "vocab_size": 1000,
+        "vocab_size_per_layer_input": 1000,
+        "hidden_size_per_layer_input": 8,
+    },
+    "parts that blocks share": {
+        **HELIUM,
+        "model_type": "zamba",
+        "num_hidden_layers": 8,
+        "attn_layer_period": 4,
+        "attn_layer_offset": 2,
+        "n_mamba_heads": 2,
+    },
+    "its own code beside the library's": {**HELIUM, "auto_map": {"AutoConfig": "configuration.Mine"}},
+}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_counted_models_of_all_kinds_are_exact_and_can_be_planned(name: str, tmp_path: Path) -> None:
+    """Of the whole, of the blocks together (what streams and is quantised), and of what one token passes.
+
+    Counted here, not in a process of its own: that takes seconds, and is tested above."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    choice = folder(tmp_path / "model", TINY[name])
+    found = from_count(TINY[name], counted(TINY[name]), name)
+
+    with torch.device("meta"):
+        text = AutoConfig.from_pretrained(choice.source, trust_remote_code=False).get_text_config(decoder=True)
+        model = AutoModelForCausalLM.from_config(text)
+    params = sum(parameter.numel() for parameter in model.parameters())
+    layers = getattr(model, "model", None) or model.backbone
+    in_blocks = sum(parameter.numel() for parameter in layers.layers.parameters())
+    assert (found.params, found.layers) == (params, len(layers.layers))
+    assert 0 <= found.outside_params - (params - in_blocks) < found.layers  # what does not divide evenly
+    experts = sum(
+        parameter.numel() for name, parameter in layers.named_parameters() if ".experts." in name
+    )  # two of eight are passed
+    assert found.active_params == params - experts * 3 // 4
+    for method in ("full", "qlora"):
+        forecast = forecast_run(
+            RunConfig.parse({"method": method, "model": {"source": choice.source}}),
+            architecture=found,
+            machine=machine_with("RTX 3060"),
+            workload=Workload(sequences=10, mean_tokens=50, longest_tokens=100),
+        )
+        assert all(value >= 0 for phase in forecast.memory.phases for value in phase.parts.values())
+        assert forecast.fits
+
+
+def test_a_plain_feed_forward_is_told_from_a_gated_one_by_its_number() -> None:
+    plain, gated = (from_count(values, counted(values), "m") for values in (TINY["two matrices"], HELIUM))
+    assert (plain.mlp, gated.mlp) == ("plain", "gated")
+    assert plain.extra_block_params == gated.extra_block_params == 0
+
+
+def test_a_family_that_only_its_folder_has_code_for_is_refused_as_such(tmp_path: Path) -> None:
+    values = {**HELIUM, "model_type": "no_such_family", "auto_map": {"AutoConfig": "configuration.Mine"}}
+    with pytest.raises(ModelError, match="only loads with code from its own folder"):
+        architecture_of(folder(tmp_path / "odd", values))
