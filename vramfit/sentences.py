@@ -86,6 +86,7 @@ ENGLISH: Final[Mapping[str, str]] = {
     "inputs.host": "What a block is given waits in RAM for its backward, and comes back ahead of it",
     "other.device": "It needs {needed} on the device at its peak ({phase}), and {available} are available",
     "other.ram": "It needs {needed} of RAM, and there are {available}",
+    "other.disk": "It needs {needed} of disk, and {available} are free",
     "other.fits": "It would fit in {size}",
     "other.lacks": "This version cannot run it: it needs {needs}",
     "other.memory": "It is as fast, and needs more memory",

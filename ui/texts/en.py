@@ -297,6 +297,7 @@ WORDS: dict[str, str] = {
     "Empty fields use the catalogue's numbers. Wear: worth nothing after three years of use half the time.",
     "limit.device memory": "card memory",
     "limit.RAM": "RAM",
+    "limit.disk": "free disk",
     "way.on the device": "on the card",
     "way.on the device.cpu": "in RAM",
     "way.8-bit optimizer": "8-bit optimizer",

@@ -57,6 +57,7 @@ SENTENCES: dict[str, str] = {
     "inputs.host": "每层的输入在内存里等待反向，并提前送回",
     "other.device": "峰值（{phase}）需要设备内存 {needed}，可用 {available}",
     "other.ram": "需要内存 {needed}，只有 {available}",
+    "other.disk": "需要磁盘 {needed}，只有 {available} 空闲",
     "other.fits": "{size} 就放得下",
     "other.lacks": "本版本还不能运行，它需要：{needs}",
     "other.memory": "一样快，但占用更多",

@@ -288,6 +288,7 @@ WORDS: dict[str, str] = {
     "折旧：一半时间在用，三年后不值钱。",
     "limit.device memory": "显存",
     "limit.RAM": "内存",
+    "limit.disk": "磁盘空间",
     "way.on the device": "全部在显卡上",
     "way.on the device.cpu": "在内存里",
     "way.8-bit optimizer": "8 位优化器",

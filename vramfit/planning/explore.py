@@ -113,8 +113,10 @@ def _verdict(found: Candidate) -> Verdict:
 def _outcome(search: Search, found: Candidate, verdict: Verdict) -> Outcome:
     limit = ""
     if verdict == "no":
-        over_device = found.memory.device_bytes > found.plan.budget_bytes
-        limit = "device memory" if over_device and search.device.kind != "cpu" else "RAM"
+        if not found.fits_device and search.device.kind != "cpu":
+            limit = "device memory"
+        else:
+            limit = "disk" if found.fits_device and found.fits_ram else "RAM"
     return Outcome(
         model=search.architecture.name,
         method=search.config.method,

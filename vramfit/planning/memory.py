@@ -171,11 +171,18 @@ def trained_params(architecture: Architecture, plan: Plan) -> int:
 
 
 def estimate_memory(
-    architecture: Architecture, plan: Plan, workload: Workload, *, program: Program = OURS, keep_checkpoints: int = 2
+    architecture: Architecture,
+    plan: Plan,
+    workload: Workload,
+    *,
+    program: Program = OURS,
+    checkpoints: int = 2,
+    merged: bool = False,
 ) -> MemoryEstimate:
     """Predicted device memory of `plan`: its phases, what the device shows, the interval, RAM and disk.
 
     Lengths are the longest a micro-batch can have: max_length when rows are packed, else the longest sequence.
+    `checkpoints` is how many there will be at the end; `merged`: adapters are exported with their base.
     """
     work = Work.of(architecture, plan, workload, program)
     phases = (
@@ -198,9 +205,9 @@ def estimate_memory(
         low_bytes=int(peak.total_bytes - spread * peak.total_bytes - (0 if workload.exact else 0.3 * moving)),
         high_bytes=int(peak.total_bytes * (1 + spread)),
         host_bytes=device if on_cpu else int(3 * GIB + work.weights / 8 + work.host_states + work.waiting),
-        disk_bytes=int(_disk_bytes(architecture, plan, work.trained, keep_checkpoints) + work.disk_states),
+        disk_bytes=int((checkpoints + 1) * work.checkpoint + work.export(merged=merged) + work.disk_states),
         written_per_step_bytes=int(work.written_per_step),
-        written_per_checkpoint_bytes=12 * work.trained,
+        written_per_checkpoint_bytes=int(work.checkpoint),
     )
 
 
@@ -247,12 +254,6 @@ def fragmentation(peak: PhaseMemory, plan: Plan) -> int:
 def outside_bytes(plan: Plan, program: Program) -> int:
     """What a card gives away beside tensors: the driver's context and, among several cards, NCCL's buffers."""
     return program.context_bytes + (COMMUNICATION_BYTES if plan.cards > 1 else 0)
-
-
-def _disk_bytes(architecture: Architecture, plan: Plan, trained: int, keep_checkpoints: int) -> int:
-    """Checkpoints kept (weights and moments of what trains, one more while the next is written) and the export."""
-    export = trained * 4 if plan.lora_rank else architecture.params * BYTES[plan.trained_format]
-    return int((keep_checkpoints + 1) * trained * 12 + export)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -435,6 +436,18 @@ class Work:
             gradients = self.gradients_on_tier
         states = self.optimizer_states + gradients if self.plan.optimizer_tier == "host" else 0.0
         return states + (weight_bytes(self.architecture, self.plan) if self.plan.weights_tier == "host" else 0.0)
+
+    @property
+    def checkpoint(self) -> float:
+        """What is saved to go on from: weights that train and all states. One more is there while it is written."""
+        return self.weight * self.trained + self.optimizer_states
+
+    def export(self, *, merged: bool) -> float:
+        """The result: adapters, or all weights in the format they train or are merged in."""
+        if not self.plan.lora_rank:
+            return BYTES[self.plan.trained_format] * self.architecture.params
+        merged_weights = self._stored_outside * self.architecture.params if merged else 0.0
+        return merged_weights or self.weight * self.trained
 
     @property
     def gradients_on_tier(self) -> float:

@@ -7,7 +7,6 @@ Decisions that stand alone are in `start.py`, the search in `search.py`, its wor
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from vramfit.config import RunConfig
 from vramfit.errors import DataError
@@ -17,7 +16,8 @@ from vramfit.planning.abilities import ENGINE, Abilities
 from vramfit.planning.plan import Forecast, Workload
 from vramfit.planning.reasons import alternatives, assumptions, reasons
 from vramfit.planning.remedies import check_host_and_disk, wont_fit
-from vramfit.planning.search import Candidate, Search
+from vramfit.planning.search import Candidate, Search, quickest
+from vramfit.planning.start import total_steps
 
 
 def forecast_run(
@@ -45,10 +45,13 @@ def forecast_run(
     search = Search.of(config, architecture, machine, workload, abilities=abilities)
     found = search.best()
     if found is None:
+        beside = quickest([one for one in search.bests if one.fits_device and one.fits_ram])  # all but the disk
+        if beside is not None:
+            check_host_and_disk(search, _forecast(search, beside))
         least = search.least()
         told = dataclasses.replace(least.plan, reasons=tuple(assumptions(search)))  # the other reasons say that it fits
         forecast = dataclasses.replace(_forecast(search, least), plan=told)
-        if least.memory.device_bytes <= least.plan.budget_bytes:
+        if least.fits_device:
             check_host_and_disk(search, forecast)
         raise wont_fit(search, forecast)
     forecast = _forecast(search, found)
@@ -68,16 +71,3 @@ def _forecast(search: Search, found: Candidate) -> Forecast:
         seconds=steps * found.speed.step_seconds,
         alternatives=tuple(alternatives(search, found)),
     )
-
-
-def total_steps(config: RunConfig, workload: Workload) -> int:
-    """Optimizer steps, counted as `data.batches.StepOrder` does.
-
-    The last step of an epoch takes what is left; a part of an epoch is its first steps; max_steps decides instead.
-    """
-    schedule = config.schedule
-    if schedule.max_steps is not None:
-        return schedule.max_steps
-    whole, part = divmod(schedule.epochs, 1.0)
-    per_epoch = math.ceil(workload.sequences / schedule.sequences_per_step)
-    return max(1, int(whole) * per_epoch + math.ceil(part * workload.sequences / schedule.sequences_per_step - 1e-9))

@@ -100,6 +100,9 @@ def _why_not(found: Candidate, chosen: Candidate | None) -> Sentence:
     if not found.fits_ram:
         needed, there = format_bytes(found.memory.host_bytes), format_bytes(found.ram_bytes)
         return say("other.ram", needed=needed, available=there)
+    if not found.fits_disk:
+        needed, there = format_bytes(found.memory.disk_bytes), format_bytes(found.disk_bytes)
+        return say("other.disk", needed=needed, available=there)
     if chosen is None:
         return say("other.fits", size=format_bytes(found.memory.device_bytes))
     slower = found.speed.step_seconds / chosen.speed.step_seconds - 1

@@ -20,7 +20,7 @@ from vramfit.planning.abilities import DESIGNED, ENGINE, Abilities, missing
 from vramfit.planning.memory import estimate_memory
 from vramfit.planning.plan import MemoryEstimate, Plan, SpeedEstimate, Workload
 from vramfit.planning.speed import estimate_speed
-from vramfit.planning.start import Start, sequences_of_step, start
+from vramfit.planning.start import Start, checkpoints_at_end, sequences_of_step, start
 from vramfit.planning.wishes import refused
 
 _MOST_TOKENS_PER_PASS: Final = 2**17
@@ -58,17 +58,27 @@ class Family:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A plan of a family with its two estimates, and the RAM it may take."""
+    """A plan of a family with its two estimates, and the RAM and disk it may take."""
 
     family: Family
     plan: Plan
     memory: MemoryEstimate
     speed: SpeedEstimate
     ram_bytes: int
+    disk_bytes: int
 
     @property
     def fits(self) -> bool:
-        return self.memory.device_bytes <= self.plan.budget_bytes and self.fits_ram
+        return self.fits_device and self.fits_ram and self.fits_disk
+
+    @property
+    def fits_device(self) -> bool:
+        return self.memory.device_bytes <= self.plan.budget_bytes
+
+    @property
+    def fits_disk(self) -> bool:
+        """With all checkpoints, the result, and what lives there during the run."""
+        return self.memory.disk_bytes <= self.disk_bytes
 
     @property
     def fits_ram(self) -> bool:
@@ -123,6 +133,10 @@ class Search:
     @cached_property
     def sequences(self) -> int:
         return sequences_of_step(self.config, self.workload)
+
+    @cached_property
+    def checkpoints(self) -> int:
+        return checkpoints_at_end(self.config, self.workload)
 
     @property
     def cards(self) -> int:
@@ -180,10 +194,21 @@ class Search:
         """A plan of `family` with its estimates; `changes` are recompute and resident_blocks."""
         plan = self._plan(family, micro_batch, **changes)
         memory = estimate_memory(
-            self.architecture, plan, self.workload, keep_checkpoints=self.config.output.keep_checkpoints
+            self.architecture,
+            plan,
+            self.workload,
+            checkpoints=self.checkpoints,
+            merged=self.config.output.export == "merged",
         )
         speed = estimate_speed(self.architecture, plan, self.device, self.workload, sequences_per_step=self.sequences)
-        return Candidate(family=family, plan=plan, memory=memory, speed=speed, ram_bytes=self.machine.ram_bytes)
+        return Candidate(
+            family=family,
+            plan=plan,
+            memory=memory,
+            speed=speed,
+            ram_bytes=self.machine.ram_bytes,
+            disk_bytes=self.machine.disk_free_bytes,
+        )
 
     @cached_property
     def bests(self) -> tuple[Candidate, ...]:

@@ -86,6 +86,26 @@ def sequences_of_step(config: RunConfig, workload: Workload) -> int:
     return min(config.schedule.sequences_per_step, max(1, workload.sequences))
 
 
+def total_steps(config: RunConfig, workload: Workload) -> int:
+    """Optimizer steps, counted as `data.batches.StepOrder` does.
+
+    The last step of an epoch takes what is left; a part of an epoch is its first steps; max_steps decides instead.
+    """
+    schedule = config.schedule
+    if schedule.max_steps is not None:
+        return schedule.max_steps
+    whole, part = divmod(schedule.epochs, 1.0)
+    per_epoch = math.ceil(workload.sequences / schedule.sequences_per_step)
+    return max(1, int(whole) * per_epoch + math.ceil(part * workload.sequences / schedule.sequences_per_step - 1e-9))
+
+
+def checkpoints_at_end(config: RunConfig, workload: Workload) -> int:
+    """How many checkpoints a run leaves: the newest ones, those that stay for good, and that of the best evaluation."""
+    output, steps = config.output, total_steps(config, workload)
+    for_good = steps // output.keep_every if output.keep_every else 0
+    return output.keep_checkpoints + for_good + (1 if output.keep_best and output.evaluate_every != 0 else 0)
+
+
 def compute_format(config: RunConfig, device: Device) -> Precision:
     wish = config.memory.precision
     if wish == "auto":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -13,11 +14,12 @@ import pytest
 
 from vramfit.config import RunConfig
 from vramfit.errors import ConfigError, DataError, HardwareError, WontFit
-from vramfit.hardware.catalogue import machine_with
+from vramfit.hardware.catalogue import cards, machine_with
 from vramfit.hardware.devices import Device, Machine
 from vramfit.models import catalogue
 from vramfit.models.architecture import Architecture
 from vramfit.planning.abilities import DESIGNED
+from vramfit.planning.memory import adapter_params
 from vramfit.planning.plan import Forecast, Workload
 from vramfit.planning.planner import forecast_run, total_steps
 from vramfit.planning.search import Search
@@ -334,7 +336,7 @@ def test_no_sequences_are_refused() -> None:
             "host",
             r"3\.\d GiB of RAM .* has 2\.0 GiB, 1\.0 GiB of it free",
         ),
-        ({"disk_free_bytes": 22 * GIB}, "disk", r"of disk, and 22\.0 GiB are free"),
+        ({"disk_free_bytes": 11 * GIB}, "disk", r"of disk, and 11\.0 GiB are free"),
     ],
 )
 def test_case_125_ram_and_disk_are_tiers_that_can_be_too_small(changes: dict[str, Any], tier: str, words: str) -> None:
@@ -456,3 +458,84 @@ def test_what_a_run_writes_to_a_drive_is_among_the_reasons() -> None:
     inside = found.memory.written_per_step_bytes
     shape = model("meta-llama/Meta-Llama-3-8B")
     assert inside == pytest.approx(4 * (shape.params - shape.outside_params) + 12 * shape.params, rel=1e-6)
+
+
+def test_a_way_that_needs_less_disk_is_taken_where_the_disk_is_small() -> None:
+    """Three checkpoints with states in 32 bits need 22 GiB, in 8 bits 13."""
+    roomy = machine_with("RTX 4090")
+    small = dataclasses.replace(roomy, disk_free_bytes=20 * GIB)
+    architecture = model("Qwen/Qwen3-0.6B")
+    at_ease = forecast_run(wish("full"), architecture=architecture, machine=roomy, workload=LONG)
+    found = forecast_run(wish("full"), architecture=architecture, machine=small, workload=LONG)
+
+    assert (at_ease.plan.optimizer_bits, found.plan.optimizer_bits) == (32, 8)
+    assert at_ease.memory.disk_bytes > 20 * GIB >= found.memory.disk_bytes
+    why = next(other.reason for other in found.alternatives if other.name == "on the device")
+    assert "of disk, and 20.0 GiB are free" in why
+
+
+def test_checkpoints_that_stay_for_good_take_disk_by_their_number() -> None:
+    architecture, machine = model("Qwen/Qwen3-0.6B"), machine_with("RTX 4090")
+
+    def disk(**output: Any) -> int:
+        config = wish("full", schedule={"max_steps": 1000}, output=output)
+        return forecast_run(config, architecture=architecture, machine=machine, workload=LONG).memory.disk_bytes
+
+    each = 12 * architecture.params  # weights and two moments in fp32
+    assert disk() == 3 * each + 4 * architecture.params
+    assert disk(keep_every=100) - disk() == 10 * each
+    assert disk(keep_every=300) - disk() == 3 * each
+    assert disk(keep_every=1001) == disk()
+    assert disk(keep_best=True) - disk() == each
+
+
+def test_the_result_takes_disk_as_it_is_exported() -> None:
+    architecture, machine = model("Qwen/Qwen3-0.6B"), machine_with("RTX 4090")
+
+    def disk(**output: Any) -> int:
+        config = wish("qlora", output=output)
+        return forecast_run(config, architecture=architecture, machine=machine, workload=LONG).memory.disk_bytes
+
+    adapters = adapter_params(architecture, rank=16, targets=("all-linear",))
+    assert disk() == (3 * 12 + 4) * adapters
+    assert disk(export="merged") == 3 * 12 * adapters + 2 * architecture.params
+
+
+@pytest.mark.parametrize(("bits", "each"), [("32", 12.0), ("8", 4 + 2 * (1 + 4 / 256))])
+def test_a_checkpoint_is_as_large_as_what_trains_and_its_states(bits: str, each: float) -> None:
+    config = wish("full", memory={"optimizer_bits": bits})
+    architecture = model("Qwen/Qwen3-0.6B")
+    found = forecast_run(config, architecture=architecture, machine=machine_with("RTX 4090"), workload=LONG)
+    assert found.memory.written_per_checkpoint_bytes == pytest.approx(each * architecture.params, rel=0.001)
+
+
+def test_a_refusal_names_changes_that_stream_and_the_ram_that_would_do() -> None:
+    machine = machine_with("RTX 4060 Ti 16GB", ram_gib=16)
+    found = refusal_on(machine, of="Qwen/Qwen3-32B", method="full")
+    named = next(text for text in found.suggestions if text.startswith("QLoRA with sequences of at most"))
+    assert "of RAM (streaming from disk)" in named
+    shorter = wish("qlora", data={"max_length": int(named.split()[6])})
+    changed = forecast_run(shorter, architecture=model("Qwen/Qwen3-32B"), machine=machine, workload=LONG)
+    assert changed.plan.weights_tier == "disk"
+    lacks = refusal_on(dataclasses.replace(machine, ram_bytes=4 * GIB), of="Qwen/Qwen3-32B", method="lora")
+    needed = next(text for text in lacks.suggestions if "of RAM, of which this machine has 4.0 GiB" in text)
+    enough = dataclasses.replace(machine, ram_bytes=int((float(needed.split()[1]) + 0.1) * GIB))
+    assert forecast_run(wish("lora"), architecture=model("Qwen/Qwen3-32B"), machine=enough, workload=LONG).fits
+
+
+def test_the_smallest_card_is_one_on_which_the_wish_fits_with_this_machine_s_ram_and_disk() -> None:
+    """By whatever way: streaming counts."""
+    config, architecture = wish("full", memory={"activations": "keep"}), model("Qwen/Qwen3-8B")
+    machine = machine_with("RTX 3060", ram_gib=64)
+    with pytest.raises(WontFit) as raised:
+        forecast_run(config, architecture=architecture, machine=machine, workload=LONG)
+    named = [text for text in raised.value.suggestions if text.startswith("The smallest card")]
+
+    fitting = []
+    for card in sorted(cards(), key=lambda card: card.memory_bytes):
+        there = machine_with(card, ram_gib=64)
+        with contextlib.suppress(WontFit):
+            forecast_run(config, architecture=architecture, machine=there, workload=LONG)
+            fitting.append(card.memory_gib)
+    assert fitting
+    assert f"({fitting[0]:g} GiB)" in named[0]
