@@ -179,7 +179,9 @@ class OutputChoice(Part):
 class RunConfig(Part):
     """One run, as asked for. The defaults are the starter: a small model that learns to tell stories on any machine.
 
-    `device` is "auto", "cpu", "cuda:0", "xpu:0", ...
+    `device` is "auto", "cpu", "cuda:0", "xpu:0", ... `train_last_blocks` is for full fine-tuning: so many blocks train,
+    the last ones, with the final norm and the head, and everything before them is frozen; None: all weights train. A
+    head that is the embedding's own table stays frozen, because that lies before the frozen blocks.
     """
 
     version: Literal[1] = CONFIG_VERSION
@@ -187,6 +189,7 @@ class RunConfig(Part):
     method: Method = "pretrain"
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|(cuda|xpu):\d+)$")] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
+    train_last_blocks: Annotated[int, Field(ge=1, le=4096)] | None = None
     model: ModelChoice = ModelChoice()
     data: DataChoice = DataChoice()
     adapter: AdapterChoice = AdapterChoice()
@@ -248,6 +251,11 @@ class RunConfig(Part):
         return self.method in ("lora", "qlora")
 
     @property
+    def trains_all(self) -> bool:
+        """Whether every weight trains, so that a checkpoint holds the whole model."""
+        return not self.trains_adapter and self.train_last_blocks is None
+
+    @property
     def lora_alpha(self) -> float:
         return 2.0 * self.adapter.rank if self.adapter.alpha == "auto" else self.adapter.alpha
 
@@ -281,6 +289,13 @@ def _text_of(path: Path) -> str:
     raise ConfigError([Problem(field="", what=what, remedy=remedy)])
 
 
+_WITHOUT_LAST_BLOCKS: Final = {
+    "pretrain": "a run from random weights trains all of them: frozen ones would stay random",
+    "lora": "lora trains adapters beside a frozen base",
+    "qlora": "qlora trains adapters beside a frozen base",
+}
+
+
 def _cross_field_problems(config: RunConfig) -> list[Problem]:
     """What no single field can see."""
     problems = []
@@ -310,6 +325,14 @@ def _cross_field_problems(config: RunConfig) -> list[Problem]:
                 field="method",
                 what=f"The starter begins from random weights, so {config.method!r} has nothing to fine-tune",
                 remedy="Choose pretrain, or give the folder of a trained model (a finished run's export will do).",
+            )
+        )
+    if config.train_last_blocks is not None and config.method != "full":
+        problems.append(
+            Problem(
+                field="train_last_blocks",
+                what=f"train_last_blocks is {config.train_last_blocks}, and {_WITHOUT_LAST_BLOCKS[config.method]}",
+                remedy="Choose the method full, or leave it empty.",
             )
         )
     if config.method == "full" and config.output.export in ("adapter", "merged"):

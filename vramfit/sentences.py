@@ -51,6 +51,11 @@ ENGLISH: Final[Mapping[str, str]] = {
     "batch.all": "All {sequences} sequences of a step fit at once, which is fastest",
     "batch.parts": "{size} at a time, {times} times, make a step of {sequences} sequences: more at a time would not "
     "fit, or be less than 2 % faster",
+    "trains.blocks": "the last {count} of {layers} blocks",
+    "trains.head": "You set it: they train with the final norm and the head; what comes before them is frozen and has "
+    "no backward",
+    "trains.tied": "You set it: they train with the final norm. The head is the embedding's own table, which lies "
+    "before the frozen blocks: it is frozen with them, or backward would have to pass them all",
     "activations.keep": "keep",
     "activations.compress": "keep in 8 bits",
     "activations.recompute": "recompute {count} of {layers} blocks",

@@ -130,6 +130,14 @@ def test_the_estimate_follows_the_form(page: NewRun) -> None:
     assert small != large
 
 
+def test_the_estimate_follows_how_many_of_the_last_blocks_train(page: NewRun) -> None:
+    full = {"model__source": "meta-llama/Llama-3.2-1B", "method": "full", "device": PLAN_PREFIX + "RTX 4090"}
+    found = [page.on_change(_values(page, **full, train_last_blocks=count))[page.estimate] for count in ("2", "6", "")]
+    assert "the last 2 of 16 blocks" in found[0] and "the last 6 of 16 blocks" in found[1]
+    assert "of 16 blocks" not in found[2].split("trained weights")[-1][:60]
+    assert len(set(found)) == 3
+
+
 def test_planning_for_another_card_turns_start_off_and_says_why(page: NewRun, store: Store) -> None:
     card = PLAN_PREFIX + cards()[0].name
     updates = page.on_change(_values(page, device=card))
@@ -157,6 +165,11 @@ def test_a_model_too_large_says_by_how_much_and_what_would_help(page: NewRun, st
         ({"data": OWN_FILES, "data__paths": "/nowhere/at/all.jsonl"}, "data.paths"),
         ({"model__source": "no/such/folder", "method": "lora"}, "model.source"),
         ({"method": "lora"}, "method"),
+        ({"train_last_blocks": "2"}, "train_last_blocks"),
+        (
+            {"model__source": "meta-llama/Llama-3.2-1B", "method": "full", "train_last_blocks": "17"},
+            "train_last_blocks",
+        ),
     ],
 )
 def test_an_error_lies_at_the_field_that_caused_it(page: NewRun, changes: dict[str, str], field: str) -> None:

@@ -131,6 +131,11 @@ def test_a_config_file_and_flags_on_top_of_it(tmp_path: Path, capsys: pytest.Cap
         (("estimate", "--micro-batch=-1"), "memory.micro_batch"),
         (("estimate", "--sequences-per-step", "0"), "schedule.sequences_per_step"),
         (("estimate", "--max-steps", "0"), "schedule.max_steps"),
+        (("estimate", "--set", "train_last_blocks=2"), "a run from random weights trains all of them"),
+        (
+            ("plan", "--model", "meta-llama/Llama-3.2-1B", "--method", "full", "--set", "train_last_blocks=17"),
+            "has 16 blocks",
+        ),
         (("estimate", "--set", "memory.budget_gib=-3"), "memory.budget_gib"),
         (("estimate", "--set", "memory.budget_gib=.nan"), "memory.budget_gib"),
         (("estimate", "--set", "memory.budget_gib=1e300", "--card", "RTX 4090"), "memory.budget_gib"),

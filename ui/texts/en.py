@@ -14,6 +14,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "name": ("Name", "What this run is called in the list. May stay empty."),
     "method": ("Method", "LoRA takes far less memory than full."),
     "device": ("Card", "Where it trains, or a card to plan for."),
+    "train_last_blocks": (
+        "Train the last blocks",
+        "Full fine-tuning of so many blocks at the end, final norm and head. Empty: all.",
+    ),
     "seed": ("Random seed", "The same seed and settings give the same run."),
     "model.source": ("Model", "Starter, finished run, folder or hub id."),
     "model.revision": ("Model revision", "Branch, tag or commit on the hub. Empty: the newest."),

@@ -23,6 +23,10 @@ SENTENCES: dict[str, str] = {
     "batch.set": "您设定了微批大小 {size}；{times} 个微批组成 {sequences} 条序列的一步",
     "batch.all": "每步的 {sequences} 条序列可以一次放下，这样最快",
     "batch.parts": "每次 {size} 条，共 {times} 次，组成 {sequences} 条序列的一步：再多就放不下，或只快不到 2 %",
+    "trains.blocks": "{layers} 层中的最后 {count} 层",
+    "trains.head": "由您设定：它们与最后的归一化层和输出层一起训练；之前的部分冻结，没有反向计算",
+    "trains.tied": "由您设定：它们与最后的归一化层一起训练。输出层就是词嵌入表，位于冻结的层之前：它也被冻结，"
+    "否则反向要经过所有的层",
     "activations.keep": "保留",
     "activations.compress": "以 8 位保留",
     "activations.recompute": "{layers} 层中重算 {count} 层",

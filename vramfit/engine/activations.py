@@ -51,12 +51,14 @@ def find_blocks(model: nn.Module) -> nn.ModuleList:
 
 
 def planned_modes(plan: Plan, blocks: int) -> tuple[Mode, ...]:
-    """The mode of each of `blocks` blocks: the first ones are recomputed, the next compressed, the others kept.
+    """The mode of each of `blocks` blocks: the first ones that train are recomputed, the next compressed, the others
+    kept. Those before the first one that trains have nothing to keep.
 
     The first blocks' activations would be held longest.
     """
     recompute: Mode = "recompute" if plan.input_tier == "device" else "offload"
-    modes: list[Mode] = [recompute] * min(plan.recompute, blocks)
+    modes: list[Mode] = ["keep"] * plan.first_trained(blocks)
+    modes += [recompute] * min(plan.recompute, blocks - len(modes))
     modes += ["compress"] * min(plan.compress, blocks - len(modes))
     return _padded(modes, blocks)
 

@@ -103,11 +103,14 @@ class BlockStream:
     """Brings blocks to the device, ahead of need. For one thread; another one fetches.
 
     `resident` blocks are brought once and stay. `slots` buffers of the largest other block's size take the rest in
-    turns; with fewer than two nothing is fetched ahead.
+    turns; with fewer than two nothing is fetched ahead. The way down turns at block `turn`: those before it are only
+    passed on the way up.
     """
 
-    def __init__(self, tier: Tier, device: torch.device, *, resident: Collection[int] = (), slots: int = 2) -> None:
-        self.tier, self.device = tier, device
+    def __init__(
+        self, tier: Tier, device: torch.device, *, resident: Collection[int] = (), slots: int = 2, turn: int = 0
+    ) -> None:
+        self.tier, self.device, self.turn = tier, device, turn
         self.traffic = Traffic()
         self._count = len(tier.layouts)
         self._resident: dict[int, Tensor] = {}
@@ -197,12 +200,15 @@ class BlockStream:
             self._fetch(ahead, direction)
 
     def _ahead_of(self, block: int, direction: Direction) -> int | None:
-        """The next block that does not stay; None where the way turns."""
-        step = 1 if direction == "up" else -1
+        """The next block that does not stay; None where the way turns, and what comes next is there. It is not where
+        the way down turns before the first block: the next step begins with that one."""
+        step, lowest = (1, 0) if direction == "up" else (-1, self.turn)
         ahead = block + step
-        while ahead in self._resident:
+        while ahead in self._resident and ahead >= lowest:
             ahead += step
-        return ahead if 0 <= ahead < self._count else None
+        if ahead >= lowest:
+            return ahead if ahead < self._count else None
+        return next((each for each in range(self.turn) if each not in self._resident), None)
 
     def _fetch(self, block: int, direction: Direction) -> _Slot:
         """Into the slot whose block is needed last of all: the farthest behind. Never into the one computed with."""
@@ -289,8 +295,10 @@ class WideningStream(BlockStream):
     memory than two slots, for a pass over the block's bytes at each visit.
     """
 
-    def __init__(self, tier: StoredTier, device: torch.device, *, resident: Collection[int] = ()) -> None:
-        super().__init__(tier, device, resident=resident, slots=1)
+    def __init__(
+        self, tier: StoredTier, device: torch.device, *, resident: Collection[int] = (), turn: int = 0
+    ) -> None:
+        super().__init__(tier, device, resident=resident, slots=1, turn=turn)
         self._stored = tier
         self._narrow = self._narrow_place()
         self._narrow_block: int | None = None

@@ -103,8 +103,9 @@ class _Move:
 class Governor:
     """Decides at step boundaries for one run.
 
-    `modes` is the notch of each block, `allowed` which notches may be used (8 bits are inexact, RAM is of use only
-    beside a card), `least` how far back each may go. `apply` makes a list of modes true, `empty_cache` gives cached
+    `modes` is the notch of each block; those before `first` are left alone: nothing of them trains, so they have
+    nothing to hold. `allowed` are the notches that may be used (8 bits are inexact, RAM is of use only beside a card),
+    `least` how far back each may go. `apply` makes a list of modes true, `empty_cache` gives cached
     memory back. `budget_bytes` is what the run may use, `expected_bytes` the peak that was planned (0: none was) and
     `most_tokens` the tokens of the largest micro-batch to come (0: the largest seen).
     """
@@ -117,6 +118,7 @@ class Governor:
     most_tokens: int = 0
     allowed: tuple[Notch, ...] = ("keep", "recompute")
     least: Sequence[Notch] = ()
+    first: int = 0
     high: float = HIGH
     low: float = LOW
     _calm: int = 0
@@ -154,11 +156,11 @@ class Governor:
 
         Returns what was done in words, "" when nothing is left to do.
         """
-        lowest = min((self.allowed.index(self._nearest(notch)) for notch in self.modes), default=len(self.allowed))
+        lowest = min(self._ranks, default=len(self.allowed))
         if lowest + 1 >= len(self.allowed):
             return ""
         following = self.allowed[lowest + 1]
-        blocks = [index for index, notch in enumerate(self.modes) if self._nearest(notch) == self.allowed[lowest]]
+        blocks = [index for index, rank in enumerate(self._ranks, start=self.first) if rank == lowest]
         for index in blocks:
             self.modes[index] = following
         self._needed.add(following)
@@ -213,7 +215,7 @@ class Governor:
 
     def _further(self, reading: Reading, cost: StepCost, limit: float) -> list[Action]:
         """One block, the first at the lowest notch, one notch further."""
-        ranks = [self.allowed.index(self._nearest(notch)) for notch in self.modes]
+        ranks = self._ranks
         lowest = min(ranks, default=len(self.allowed))
         share = f"{reading.allocated / limit:.0%} of {format_bytes(limit)}"
         if lowest + 1 >= len(self.allowed):
@@ -226,12 +228,13 @@ class Governor:
         if notch in self._given_up:  # it was given up too early: be slower to do so again
             self._given_up.discard(notch)
             self._patience[notch] = min(2 * self._patience.get(notch, CALM_STEPS), MOST_CALM_STEPS)
-        self._move(ranks.index(lowest), notch, f"Memory was at {share}", reading, cost)
+        self._move(self.first + ranks.index(lowest), notch, f"Memory was at {share}", reading, cost)
         return []
 
     def _back(self, reading: Reading, cost: StepCost, limit: float, high: float) -> None:
         """One block, the last at the highest notch, one notch back, when it has been calm for long enough."""
-        movable = [index for index, notch in enumerate(self.modes) if self._previous(index, notch) is not None]
+        governed = range(self.first, len(self.modes))
+        movable = [index for index in governed if self._previous(index, self.modes[index]) is not None]
         if not movable:
             return
         highest = max(self.allowed.index(self._nearest(self.modes[index])) for index in movable)
@@ -256,6 +259,11 @@ class Governor:
         if rank == 0 or NOTCHES.index(self.allowed[rank - 1]) < least:
             return None
         return self.allowed[rank - 1]
+
+    @property
+    def _ranks(self) -> list[int]:
+        """The notch of each block that is governed, by its place among those allowed."""
+        return [self.allowed.index(self._nearest(notch)) for notch in self.modes[self.first :]]
 
     def _nearest(self, notch: Notch) -> Notch:
         """The notch itself, or where it is not among those allowed the next lower one that is."""
@@ -330,10 +338,12 @@ def build_governor(
     budget_bytes: int,
     may_compress: bool = False,
     fixed: bool = False,
+    first: int = 0,
     expected_bytes: int = 0,
     most_tokens: int = 0,
 ) -> Governor:
-    """The governor of a model on `device` whose blocks are in `modes` now (none: it has no blocks).
+    """The governor of a model on `device` whose blocks are in `modes` now (none: it has no blocks); `first` is the
+    first one that trains.
 
     `may_compress` lets it use 8 bits. `fixed` is whether a person chose how activations are held: then blocks go
     further when they must, and back no more than to that.
@@ -350,6 +360,7 @@ def build_governor(
         most_tokens=most_tokens,
         allowed=tuple(mode for mode in MODES if mode not in unwanted),
         least=tuple(modes) if fixed else (),
+        first=first,
     )
 
 

@@ -3,7 +3,9 @@
 Forward takes all micro-batches of the step through one block before the next block comes (layer-outer accumulation),
 so the traffic of a step is two passes over the weights however many micro-batches it has. Only the blocks' inputs are
 kept; backward walks the blocks in reverse, computes each again and takes its gradients, micro-batch by micro-batch in
-the order a resident run has, so that sums are made in the same order and the numbers are the same bits.
+the order a resident run has, so that sums are made in the same order and the numbers are the same bits. Where only the
+last blocks train, those before them are brought once, for forward alone: no input of theirs waits, and the way back
+turns at the first that trains.
 
 Dropout is drawn block by block instead of micro-batch by micro-batch: the same distribution, other numbers.
 """
@@ -47,6 +49,7 @@ from vramfit.engine.update import Around, norms_of, total_norm
 from vramfit.engine.visiting import Call, VisitedBlocks
 from vramfit.engine.waiting import WaitingInputs
 from vramfit.engine.waits import Waits
+from vramfit.errors import ModelError
 from vramfit.models.adapters import merged_tensors
 from vramfit.planning.plan import Plan
 
@@ -93,7 +96,10 @@ class StreamingExecutor(ResidentExecutor):
         self._peak = VisitsPeak(model, optimizer, self.device, places=lambda: visits.stream.places, waiting=self._held)
         self._draws = _draws(model)
         self._drawn_first: list[dict[str, Tensor] | None] = []
-        self._embedding_trains = any(
+        self._first = plan.first_trained(len(visits.blocks))
+        # Whether anything before that block has a gradient to come.
+        self._goes_on = not plan.last_blocks
+        self._embedding_trains = self._goes_on and any(
             value.requires_grad and not _is_in_blocks(name, visits) for name, value in model.named_parameters()
         )
 
@@ -178,10 +184,13 @@ class StreamingExecutor(ResidentExecutor):
         """What is not a block, then each block: the model as it is now, adapters merged into it."""
         inside = self.visits.prefix + "."
         if self.trained is not None:
-            blocks: list[dict[str, Tensor | Later]] = [{} for _ in self.visits.blocks]
+            blocks: list[dict[str, Tensor | Later]] = [
+                {} if block in self.visits.trains else self._merged_block(block)
+                for block in range(len(self.visits.blocks))
+            ]
             for name, value in self.trained.stored_weights().items():
                 blocks[int(name.removeprefix(inside).partition(".")[0])][name] = value
-            return [dict(self._saved_tensors()), *blocks]
+            return [{**self._frozen_outside(), **self._saved_tensors(), **self.visits.looked_up}, *blocks]
         base = base_model(self.model)
         looked_up = dict(self.visits.looked_up)
         adapted = [name for name in looked_up if _is_adapted(base, name)]
@@ -193,6 +202,16 @@ class StreamingExecutor(ResidentExecutor):
         again = [name for name, _ in base.named_parameters(remove_duplicate=False) if name not in once]
         outside = {name: value for name, value in outside.items() if name not in again}
         return [{**outside, **looked_up}, *map(self._merged_block, range(len(self.visits.blocks)))]
+
+    def _frozen_outside(self) -> dict[str, Tensor]:
+        """Weights outside the blocks that do not train and are on the device."""
+        return {
+            name: value.detach()
+            for name, value in self.model.named_parameters()
+            if not value.requires_grad
+            and name not in self.visits.looked_up
+            and not name.startswith(f"{self.visits.prefix}.")
+        }
 
     def _merged_block(self, block: int) -> dict[str, Tensor | Later]:
         """The block's weights with its adapters, made when the first of them is asked for."""
@@ -223,6 +242,15 @@ class StreamingExecutor(ResidentExecutor):
         tokens = torch.arange(3, device=self.device).unsqueeze(0)
         with evaluation_mode(self.model), self._computing():
             self.visits.check(lambda: self._decoder(input_ids=tokens, use_cache=False))
+        if not self._goes_on:
+            with torch.enable_grad():
+                caught = self.visits.catch(lambda: self._decoder(input_ids=tokens, use_cache=False))
+            if caught.hidden.requires_grad:
+                raise ModelError(
+                    f"Something of {type(self.model).__name__} that trains comes before its first block, and only its "
+                    "last blocks are to train",
+                    "Train all weights, or give the run more memory.",
+                )
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[float, int]:
         """As in ResidentExecutor, as many micro-batches at a time as a step has."""
@@ -356,7 +384,7 @@ class StreamingExecutor(ResidentExecutor):
         for block in range(len(self.visits.blocks)):
             with self.visits.present(block, "up"):
                 for index, each in enumerate(caught):
-                    if keep:
+                    if keep and block >= self._first:
                         self._waiting.put((block, index), hidden[index], self._drawn())
                     with self._computing():
                         hidden[index] = self.visits.compute(block, hidden[index], each.calls[block])
@@ -387,10 +415,11 @@ class StreamingExecutor(ResidentExecutor):
         calls: Sequence[Sequence[Call]],
         around: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
-        """Through the blocks in reverse. `upstream` [pieces] becomes the gradient of the first block's inputs. Where
-        adapters train, `around` goes around each block's last micro-batch, which makes their gradients whole."""
+        """Through the blocks in reverse, down to the first that trains. `upstream` [pieces] becomes the gradient of its
+        inputs, where one is asked for. Where adapters train, `around` goes around each block's last micro-batch, which
+        makes their gradients whole."""
         after, last = random_state(self.device) if self._draws else None, len(upstream) - 1
-        for block in reversed(range(len(self.visits.blocks))):
+        for block in reversed(range(self._first, len(self.visits.blocks))):
             with self.visits.present(block, "down"):
                 for index in range(len(upstream)):
                     with around() if index == last and self.trained is None else contextlib.nullcontext():
@@ -404,11 +433,13 @@ class StreamingExecutor(ResidentExecutor):
         start, drawn = self._waiting.take((block, index))
         if drawn is not None:
             set_random_state(self.device, drawn)
-        start = start.detach().requires_grad_()
+        asked = self._goes_on or block > self._first
+        start = start.detach().requires_grad_(asked)
         with self._followed("block", index, len(upstream)):
             self._backward_through(block, start, call, upstream[index])
-        assert start.grad is not None
-        upstream[index] = start.grad
+        if asked:
+            assert start.grad is not None
+            upstream[index] = start.grad
 
     def _backward_through(self, block: int, start: Tensor, call: Call, upstream: Tensor) -> None:
         with torch.enable_grad(), self._computing():

@@ -29,7 +29,9 @@ class Shelf(Protocol):
 
     layouts: Sequence[Layout]
     in_memory: bool
-    written_bytes: int
+
+    @property
+    def written_bytes(self) -> int: ...
 
     def take(self, block: int, name: str) -> Tensor: ...
 
@@ -164,3 +166,32 @@ class DiskTier:
             f"{self.path.parent} has no room for {format_bytes(self._starts[-1])} of blocks ({error.strerror})",
             "Free some space, or put the data folder on a larger disk.",
         )
+
+
+class FrozenBeforeTrained:
+    """Two tiers as one: blocks before `turn` are frozen and stay in the model's own files, the others train in a tier
+    that can be written, which is what `take` and `put` mean."""
+
+    def __init__(self, frozen: FilesTier, trained: DiskTier, *, turn: int) -> None:
+        self.layouts = frozen.layouts
+        self._frozen, self._trained, self._turn = frozen, trained, turn
+        self.in_memory = trained.in_memory
+
+    @property
+    def written_bytes(self) -> int:
+        return self._trained.written_bytes
+
+    def read(self, block: int, into: Tensor) -> int:
+        return self._of(block).read(block, into)
+
+    def resident(self, block: int) -> Tensor | None:
+        return self._of(block).resident(block)
+
+    def take(self, block: int, name: str) -> Tensor:
+        return self._trained.take(block, name)
+
+    def put(self, block: int, name: str, tensor: Tensor) -> None:
+        self._trained.put(block, name, tensor)
+
+    def _of(self, block: int) -> FilesTier | DiskTier:
+        return self._frozen if block < self._turn else self._trained

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from vramfit.config import ScheduleChoice
 from vramfit.engine.activations import planned_modes, waiting_bytes
 from vramfit.engine.chunked import CHUNK_ON_CARD, ChunkedOptimizer
+from vramfit.engine.last_blocks import train_last_blocks
 from vramfit.engine.loss import Targets
 from vramfit.engine.objective import SummedLoss
 from vramfit.engine.optimizers import build_optimizer
@@ -240,7 +241,8 @@ def trace(
 
 @dataclass
 class _Depths:
-    """Traces of fewer blocks than the model has. A depth is (recomputed, compressed, kept) blocks, in that order."""
+    """Traces of fewer blocks than the model has. A depth is (frozen, recomputed, compressed, kept) blocks, in that
+    order."""
 
     values: Mapping[str, Any]
     architecture: Architecture
@@ -249,9 +251,10 @@ class _Depths:
     trained_share: float
 
     def trace(self, *, whole: bool) -> Trace:
-        modes = planned_modes(self.plan, self.architecture.layers)
+        frozen = self.plan.first_trained(self.architecture.layers)
+        modes = planned_modes(self.plan, self.architecture.layers)[frozen:]
         compressed, kept = modes.count("compress"), modes.count("keep")
-        wanted = (len(modes) - compressed - kept, compressed, kept)
+        wanted = (frozen, len(modes) - compressed - kept, compressed, kept)
         fewest = self._fewest
         start = tuple(min(count, fewest) for count in wanted)
         if whole or sum(wanted) <= sum(start) + 2 * self._unit or self._unit > 4:
@@ -302,11 +305,16 @@ class _Depths:
         return {phase: size - less for phase, size in phases.items()}
 
     def _run(self, depth: tuple[int, ...]) -> Trace:
-        recomputed, compressed, _ = depth
+        frozen, recomputed, compressed, _ = depth
         follower = StorageFollower(trained_share=self.trained_share, packed=self.plan.packing)
         # Paged states are traced as if the driver never had to move them.
         plan = dataclasses.replace(
-            self.plan, recompute=recomputed, compress=compressed, device="cpu", optimizer_paged=False
+            self.plan,
+            recompute=recomputed,
+            compress=compressed,
+            last_blocks=sum(depth) - frozen if self.plan.last_blocks else 0,
+            device="cpu",
+            optimizer_paged=False,
         )
         model = self._model(plan, sum(depth))
         with _untraced_masks(), FakeTensorMode(allow_non_fake_inputs=True), follower:
@@ -334,6 +342,7 @@ class _Depths:
         with torch.device("meta"):
             model = _built(self.values, plan, layers)
             if not plan.lora_rank:
+                train_last_blocks(model, plan.last_blocks)
                 return model
             from vramfit.models.adapters import attach_adapters
 

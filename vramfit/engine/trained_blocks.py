@@ -54,7 +54,7 @@ class _Numbers:
 
 
 class TrainedBlocks:
-    """The trained weights of `visits.model`, whose blocks are `weights`, a tier that can be written.
+    """The trained weights of `visits.model`, whose blocks that train are in `weights`, a tier that can be written.
 
     `optimizer` steps `stand_ins` (by the weights' names in the model), which are fp32 and on the CPU.
     """
@@ -121,8 +121,8 @@ class TrainedBlocks:
         self._put(where, self._stepped(where, self._take(where, gradient), change))
 
     def renew(self) -> None:
-        """What is on the device of the blocks is of before the step."""
-        for block in range(len(self.visits.blocks)):
+        """What is on the device of the blocks that train is of before the step."""
+        for block in sorted({where.block for where in self.places if where.block is not None}):
             self.visits.stream.forget(block)
 
     def _has_gradient(self, where: Where) -> bool:

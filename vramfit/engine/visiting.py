@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -71,12 +71,12 @@ class VisitingTable:
 
 
 class VisitedBlocks:
-    """The blocks of a model, each bound to its weights only while it is present. `trains`: these have gradients.
+    """The blocks of a model, each bound to its weights only while it is present. Those of `trains` have gradients.
 
     `owners` says for each tensor of a block's layout which module it belongs to and by which name.
     """
 
-    def __init__(self, model: nn.Module, stream: BlockStream, *, trains: bool = False) -> None:
+    def __init__(self, model: nn.Module, stream: BlockStream, *, trains: Collection[int] = ()) -> None:
         self.model, self.stream, self.trains = model, stream, trains
         found = find_blocks(model)
         self.blocks = list(found)
@@ -199,7 +199,7 @@ class VisitedBlocks:
             module, leaf, is_parameter = self._owners[block][name]
             if is_parameter:
                 # A plain tensor would do for computing, and be no parameter for whoever lists them.
-                trains = tensor.requires_grad or self.trains
+                trains = tensor.requires_grad or block in self.trains
                 module._parameters[leaf] = (
                     tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=trains)
                 )

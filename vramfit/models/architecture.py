@@ -330,6 +330,15 @@ class Architecture:
         return block + qk * (2 if self.qk_norm_bias else 1) + latent + (self.heads if self.attn_sinks else 0)
 
     @property
+    def after_params(self) -> int:
+        """What comes after the blocks: the last norm, what leads to the embedding's width, and the head where it is
+        not the embedding's own matrix."""
+        narrowed = self.hidden_size * self.embed_proj_dim if self.embed_proj_dim else 0
+        norm = self._norm_width(self.hidden_size) if self.final_norm else 0
+        head = 0 if self.tied_embeddings else self.head_params
+        return narrowed + norm + head + (self.vocab_size if self.head_bias else 0)
+
+    @property
     def outside_params(self) -> int:
         """Everything that is not in a block."""
         hidden = self.hidden_size

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from vramfit.config import STARTER_MODEL, ModelChoice, RunConfig
+from vramfit.engine.last_blocks import train_last_blocks
 from vramfit.engine.precision import DTYPES
 from vramfit.errors import ModelError
 from vramfit.models.architecture import Architecture
@@ -43,6 +44,7 @@ def load_model(
         return _untrained(config.model, plan).to(plan.device)
     model = _trained(config.model, plan)
     if not config.trains_adapter:
+        train_last_blocks(model, plan.last_blocks)
         return model.to(plan.device)
     if plan.weight_format != "nf4":  # those are where they belong, and bitsandbytes refuses to move them twice
         model = model.to(plan.device)
@@ -99,7 +101,7 @@ def weights_fingerprint(config: RunConfig) -> str:
     "" where a checkpoint has all weights, or they come from the hub, whose revisions do not change.
     """
     folder = local_folder(config.model)
-    if not config.trains_adapter or config.model.source == STARTER_MODEL or folder is None:
+    if config.trains_all or config.model.source == STARTER_MODEL or folder is None:
         return ""
     found = hashlib.sha256()
     for path in weight_files(folder):

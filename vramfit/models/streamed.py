@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from vramfit.config import ModelChoice, RunConfig
 from vramfit.engine.activations import find_blocks
 from vramfit.engine.blocks import BlockStream, Layout, Tier, WideningStream
+from vramfit.engine.last_blocks import train_last_blocks
 from vramfit.engine.later import Later
 from vramfit.engine.nf4 import PARTS, Nf4Linear, part_shapes, quantise
 from vramfit.engine.precision import DTYPES
-from vramfit.engine.tiers import DiskTier, FilesTier, RamTier
+from vramfit.engine.tiers import DiskTier, FilesTier, FrozenBeforeTrained, RamTier
 from vramfit.engine.visiting import VisitedBlocks, VisitingTable
 from vramfit.errors import ModelError
 from vramfit.models.files import check_folder
@@ -40,7 +41,8 @@ Attach = Callable[[nn.Module], nn.Module]
 def open_streamed(
     config: RunConfig, plan: Plan, *, scratch: Path, attach: Attach | None = None
 ) -> tuple[nn.Module, VisitedBlocks]:
-    """(the model of `config`, its visiting blocks), with `attach` having put adapters beside it. Without, all trains.
+    """(the model of `config`, its visiting blocks), with `attach` having put adapters beside it. Without, the model's
+    own weights train, all or those of the plan's last blocks.
 
     `scratch` is where a disk tier that is not the model's own files is made. Raises ModelError, OutOfDisk.
     """
@@ -52,14 +54,18 @@ def open_streamed(
     shape = _shape_of(config.model, folder)
     dtype = DTYPES[plan.compute if plan.weight_format in QUANTISED else plan.weight_format]
     model = hollow_model(shape, dtype=dtype, attention=_ATTENTION[plan.attention])
-    trains = attach is None
-    model.requires_grad_(trains)
+    if attach is None:
+        train_last_blocks(model, plan.last_blocks)
+    else:
+        model.requires_grad_(False)
     sources = weight_sources(model, folder)
     blocks, prefix = _blocks_of(model)
     own = [_sources_of(block, f"{prefix}.{index}", sources) for index, block in enumerate(blocks)]
     if plan.weight_format == "nf4":
         for block in blocks:
             make_quantised(block)
+    turn = plan.first_trained(len(blocks))
+    trains = range(turn, len(blocks)) if attach is None else range(0)
     tier = _tier(plan, blocks, own, scratch, trains=trains)
     device = torch.device(plan.device)
     looked_up = _load_outside(model, prefix, sources, device, plan)
@@ -68,12 +74,12 @@ def open_streamed(
     for parameter in whole.parameters():
         if attach is not None and parameter.requires_grad:  # put beside weights that are nowhere yet
             parameter.data = parameter.data.to(device)
-    stay = range(min(plan.resident_blocks, len(blocks)))
+    stay = plan.staying(len(blocks))
     stored = sum(layout.nbytes for layout in tier.stored) if isinstance(tier, FilesTier) else math.inf
     if isinstance(tier, FilesTier) and device.type == "cpu" and stored < sum(layout.nbytes for layout in tier.layouts):
         visits = VisitedBlocks(whole, WideningStream(tier, device, resident=stay))
     else:
-        visits = VisitedBlocks(whole, BlockStream(tier, device, resident=stay), trains=trains)
+        visits = VisitedBlocks(whole, BlockStream(tier, device, resident=stay, turn=turn), trains=trains)
     visits.looked_up, visits.head = looked_up, head
     return whole, visits
 
@@ -82,16 +88,21 @@ def open_streamed(
 
 
 def _tier(
-    plan: Plan, blocks: Sequence[nn.Module], own: Sequence[Mapping[str, Source]], scratch: Path, *, trains: bool
+    plan: Plan, blocks: Sequence[nn.Module], own: Sequence[Mapping[str, Source]], scratch: Path, *, trains: range
 ) -> Tier:
+    """Blocks on disk stay in the model's own files as long as their numbers do not change; all others are copied."""
     layouts = [Layout(tensors_of(block)) for block in blocks]
-    if plan.weight_format != "nf4" and plan.weights_tier == "disk" and not trains:
-        return FilesTier(
-            layouts, own, [_as_stored(layout, sources) for layout, sources in zip(layouts, own, strict=True)]
-        )
-    tier = own_tier(plan, plan.weights_tier, layouts, scratch, "blocks")
-    _fill(blocks, layouts, own, tier.write)
-    return tier
+    in_files = plan.weight_format != "nf4" and plan.weights_tier == "disk"
+    frozen = FilesTier(
+        layouts, own, [_as_stored(layout, sources) for layout, sources in zip(layouts, own, strict=True)]
+    )
+    if in_files and not trains:
+        return frozen
+    turn = trains.start if in_files else 0
+    copied = [Layout({})] * turn + layouts[turn:]
+    tier = own_tier(plan, plan.weights_tier, copied, scratch, "blocks")
+    _fill(blocks, copied, own, tier.write, since=turn)
+    return FrozenBeforeTrained(frozen, tier, turn=turn) if isinstance(tier, DiskTier) and turn else tier
 
 
 def own_tier(plan: Plan, where: str, layouts: Sequence[Layout], scratch: Path, name: str) -> RamTier | DiskTier:
@@ -112,10 +123,12 @@ def _fill(
     layouts: Sequence[Layout],
     own: Sequence[Mapping[str, Source]],
     write: Callable[[int, Tensor], None],
+    *,
+    since: int,
 ) -> None:
-    """Every block's numbers to the tier, one after another through one buffer."""
+    """The numbers of every block from `since` on to the tier, one after another through one buffer."""
     flat = torch.empty(max(layout.nbytes for layout in layouts), dtype=torch.uint8)
-    for index, (block, layout, sources) in enumerate(zip(blocks, layouts, own, strict=True)):
+    for index, (block, layout, sources) in list(enumerate(zip(blocks, layouts, own, strict=True)))[since:]:
         views = layout.views(flat)
         for name, source in sources.items():
             if name in views:

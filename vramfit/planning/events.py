@@ -175,7 +175,8 @@ class _Run:
             kept, output = self._block_forward(layer, hidden)
             blocks.append(kept)
             self.free(gathered, returned, hidden if not kept.start else 0)
-            returned = self.make(work.blocks[layer].returned * work.tokens) if layer < self.plan.recompute else 0
+            passes_on = layer < work.first or work.recomputes(layer)
+            returned = self.make(work.blocks[layer].returned * work.tokens) if passes_on else 0
             hidden = output
         self.free(returned, 0 if work.held_mask else mask)
         head_cast = self.make(work.head_cast)
@@ -184,7 +185,8 @@ class _Run:
             self.free(head_gradient)
             head_gradient = 0
         held_logits = self.make(work.held_logits)
-        self.free(head_cast, *(cast for kept in blocks[: self.plan.recompute] for cast in kept.casts))
+        again = [kept for layer, kept in enumerate(blocks) if work.recomputes(layer)]
+        self.free(head_cast, *(cast for kept in again for cast in kept.casts))
         gradient = self._backward(blocks, gradient, first=first)
         self.free(mask if work.held_mask else 0)
         self._embedding(gradient, head_gradient, first=first)
@@ -193,8 +195,10 @@ class _Run:
 
     def _block_forward(self, layer: int, hidden: int) -> tuple[_Kept, int]:
         """(what a block keeps for its backward, its output)."""
-        plan, casts = self.plan, self._casts(layer)
-        again = layer < plan.recompute
+        if layer < self.work.first:
+            output, _ = self._forward(layer, keeps=False)
+            return _Kept(0, {}, []), output
+        casts, again = self._casts(layer), self.work.recomputes(layer)
         output, saved = self._forward(layer, keeps=not again)
         if again and not self.work.caches_casts:
             self.free(*casts)
@@ -205,9 +209,9 @@ class _Run:
 
     def _tape(self, layer: int) -> Tape:
         experts = self.shape.experts
-        input_grad = layer > 0 or not self.plan.lora_rank or self.work.program.input_grads
+        input_grad = layer > self.work.first or self.plan.trains_all or self.work.program.input_grads
         slides = self.work.formats.window and self.shape.slides(layer)
-        small = compresses(self.plan, layer)
+        small = compresses(self.plan, layer, self.shape.layers)
         key = bool(experts and experts.at(layer)), slides, input_grad, small
         if key not in self._tapes:
             formats = self.work.formats
@@ -230,7 +234,7 @@ class _Run:
         return [self.make(whole * linear.weights / sum(each.weights for each in linears)) for linear in linears]
 
     def _keeps_input(self, layer: int) -> bool:
-        if layer < self.plan.recompute:
+        if self.work.recomputes(layer):
             return self.plan.input_tier == "device"
         return self.work.blocks[layer].input_saved
 
@@ -330,9 +334,9 @@ class _Run:
     # --- backward ----------------------------------------------------------------------------------------------------
 
     def _backward(self, blocks: list[_Kept], gradient: int, *, first: bool) -> int:
-        """Blocks in reverse; the gradient of the first one's input."""
+        """Blocks in reverse, as far as they train; the gradient of the first one's input."""
         there, leaving = dict[int, int](), 0
-        for layer in range(self.shape.layers - 1, -1, -1):
+        for layer in range(self.shape.layers - 1, self.work.first - 1, -1):
             for needed in (layer, layer - 1) if self.work.fetches_ahead(layer) else (layer,):
                 if needed not in there:
                     there[needed] = self._gather(needed)
@@ -347,8 +351,7 @@ class _Run:
 
     def _block_backward(self, layer: int, kept: _Kept, gradient: int, *, first: bool) -> int:
         """One block: its forward again where nothing was kept, then its operations in reverse."""
-        plan = self.plan
-        again = layer < plan.recompute
+        again = self.work.recomputes(layer)
         own_input, saved, casts, output = kept.start, kept.saved, kept.casts, 0
         if again:
             own_input = own_input or self.make(self.work.blocks[layer].input * self.work.tokens)
@@ -436,7 +439,7 @@ class _Run:
     def _embedding(self, gradient: int, head_gradient: int, *, first: bool) -> None:
         """The embedding's gradient is made whole; with the head's it becomes what stays."""
         work, plan = self.work, self.plan
-        trains = not plan.lora_rank or "embedding" in plan.saved_modules
+        trains = plan.trains_all or "embedding" in plan.saved_modules
         own = self.make(work.whole_gradient * self.shape.embedding_params) if trains else 0
         self.free(gradient if not self._holds_inputs else 0)
         if self._gradients_leave_at_once(first=first):

@@ -101,11 +101,17 @@ def _adapter_weights(
 
 
 def outside_weights(architecture: Architecture, plan: Plan) -> Iterator[Weight]:
-    """Weights that train outside the blocks, the embedding first; vectors together."""
+    """Weights that train outside the blocks, an embedding first; vectors together."""
     shape = architecture
     matrix = Weight(shape.embedding_params, shape.vocab_size + shape.hidden_size, inside=False)
     if plan.lora_rank:
         yield from (matrix for _ in plan.saved_modules)
+        return
+    if plan.last_blocks:
+        head = 0 if shape.tied_embeddings else shape.head_params
+        if head:
+            yield Weight(head, shape.vocab_size + shape.hidden_size, inside=False)
+        yield Weight(shape.after_params - head, inside=False)
         return
     head = 0 if shape.tied_embeddings else shape.head_params
     positions = shape.learned_positions * shape.hidden_size
@@ -118,7 +124,9 @@ def outside_weights(architecture: Architecture, plan: Plan) -> Iterator[Weight]:
 
 
 def block_weights(architecture: Architecture, layer: int, plan: Plan) -> Iterator[Weight]:
-    """Weights of block `layer` that train; vectors together where all train."""
+    """Weights of block `layer` that train; vectors together where all train. A block before the last ones has none."""
+    if layer < plan.first_trained(architecture.layers):
+        return
     if plan.lora_rank:
         yield from _adapter_weights(
             architecture,
@@ -167,7 +175,31 @@ def trained_params(architecture: Architecture, plan: Plan) -> int:
             architecture, rank=plan.lora_rank, targets=plan.lora_targets, dora=plan.dora, experts=plan.lora_experts
         )
         return adapters + len(plan.saved_modules) * architecture.embedding_params
-    return architecture.params
+    return trained_outside(architecture, plan) + sum(
+        _of_blocks(architecture, plan, lambda layer: _block_trained(architecture, layer, plan), 0)
+    )
+
+
+def trained_outside(architecture: Architecture, plan: Plan) -> int:
+    """Parameters with a gradient that are in no block."""
+    if plan.lora_rank:
+        return len(plan.saved_modules) * architecture.embedding_params
+    return architecture.after_params if plan.last_blocks else architecture.outside_params
+
+
+def head_trains(architecture: Architecture, plan: Plan) -> bool:
+    """Whether the matrix that makes logits does."""
+    if plan.lora_rank:
+        return "head" in plan.saved_modules
+    return not (plan.last_blocks and architecture.tied_embeddings)
+
+
+def _of_blocks(
+    architecture: Architecture, plan: Plan, value: Callable[[int], _Value], frozen: _Value
+) -> tuple[_Value, ...]:
+    """`value` of every block that has a backward, as `_by_kind` finds it, and `frozen` for those before them."""
+    first = plan.first_trained(architecture.layers)
+    return (*[frozen] * first, *_by_kind(architecture, value, first=first))
 
 
 def estimate_memory(
@@ -260,7 +292,7 @@ def outside_bytes(plan: Plan, program: Program) -> int:
 class Work:
     """The quantities all phases are made of, in bytes on one card; `blocks` and `tokens` say what scales with the
     micro-batch. `weights` are of the frozen base or of all that trains, `weight` and `gradient` bytes per trained
-    parameter."""
+    parameter. `first` is the first block that has a backward; `casts` are those that wait for it."""
 
     architecture: Architecture
     plan: Plan
@@ -275,6 +307,7 @@ class Work:
     blocks: tuple[BlockMemory, ...]
     block_trained: tuple[int, ...]
     casts: tuple[float, ...]
+    first: int
 
     @classmethod
     def of(cls, architecture: Architecture, plan: Plan, workload: Workload, program: Program) -> Work:
@@ -292,16 +325,17 @@ class Work:
             trained=trained_params(architecture, plan),
             weight=weight,
             gradient=weight if program.gradient is None else program.gradient,
-            blocks=tuple(_blocks(architecture, formats, plan, frozen=bool(plan.lora_rank) and not program.input_grads)),
-            block_trained=_by_kind(architecture, lambda layer: _block_trained(architecture, layer, plan)),
-            casts=_by_kind(architecture, lambda layer: _cast_bytes(architecture, layer, plan, formats)),
+            blocks=tuple(_blocks(architecture, formats, plan, frozen=not (plan.trains_all or program.input_grads))),
+            block_trained=_of_blocks(architecture, plan, lambda layer: _block_trained(architecture, layer, plan), 0),
+            casts=_of_blocks(architecture, plan, lambda layer: _cast_bytes(architecture, layer, plan, formats), 0.0),
+            first=plan.first_trained(architecture.layers),
         )
 
     # --- states ------------------------------------------------------------------------------------------------------
 
     @property
     def head_trains(self) -> bool:
-        return not self.plan.lora_rank or "head" in self.plan.saved_modules
+        return head_trains(self.architecture, self.plan)
 
     @property
     def shares_weights(self) -> bool:
@@ -327,7 +361,7 @@ class Work:
         if not self.streams:
             return whole
         stay = sum(sorted(self.block_bytes, reverse=True)[: self.plan.resident_blocks])
-        if self.trains_visitors:
+        if self.trains_visitors and self.plan.trains_all:
             return stay + self._stored_outside * self.architecture.outside_params
         # The embedding is looked up where it lives; the head stays, whole, unless it visits.
         return stay + (0.0 if head_visits(self.plan) else self.visiting_head)
@@ -416,7 +450,8 @@ class Work:
         if not self.program.own_optimizers or self.plan.optimizer_tier != "device":
             return 0.0
         shape, plan, bf16 = self.architecture, self.plan, self.weight < 4
-        of_blocks = _by_kind(shape, lambda layer: step_bytes(plan, block_weights(shape, layer, plan), bf16=bf16))
+        of_block = lambda layer: step_bytes(plan, block_weights(shape, layer, plan), bf16=bf16)  # noqa: E731
+        of_blocks = _of_blocks(shape, plan, of_block, 0.0)
         return max(step_bytes(plan, outside_weights(shape, plan), bf16=bf16), *of_blocks)
 
     @property
@@ -462,7 +497,7 @@ class Work:
         if self.plan.weights_tier != "disk" or self.shares_weights:
             return 0.0
         own_file = self.trains_visitors or self.plan.weight_format in QUANTISED
-        return sum(self.block_bytes) if own_file else 0.0
+        return sum(self.block_bytes[self.first :]) if own_file else 0.0
 
     @property
     def disk_states(self) -> float:
@@ -503,7 +538,7 @@ class Work:
     @property
     def outside_gradient(self) -> float:
         """Gradients of what is not a block, which wait on the device for the end of the step."""
-        return self.gradient * self.architecture.outside_params
+        return self.gradient * trained_outside(self.architecture, self.plan)
 
     @property
     def numbers_in_step(self) -> float:
@@ -516,7 +551,8 @@ class Work:
             linear.weights for layer in range(self.architecture.layers) for linear in self.architecture.linears(layer)
         )
         inside = 3.0 * largest * (self.weight + self.gradient + states)
-        return max(inside, states * max(self.architecture.embedding_params, self.architecture.head_params))
+        tables = [weight.numbers for weight in outside_weights(self.architecture, self.plan)]
+        return max(inside, states * max(tables))
 
     @property
     def head_waits(self) -> float:
@@ -602,12 +638,19 @@ class Work:
         """Bytes each block keeps from forward to its backward, its input included where something needs it."""
         found = []
         for layer, block in enumerate(self.blocks):
-            if layer < self.plan.recompute:
+            if layer < self.first:
+                found.append(0.0)
+                continue
+            if self.recomputes(layer):
                 selected = block.selected if self.keeps_products else 0.0
                 found.append(((block.input if self.plan.input_tier == "device" else 0.0) + selected) * self.tokens)
                 continue
             found.append(((block.input if block.input_saved else 0.0) + block.saved) * self.tokens)
         return tuple(found)
+
+    def recomputes(self, layer: int) -> bool:
+        """Whether block `layer` runs again in backward."""
+        return self.plan.recomputes(layer, self.architecture.layers)
 
     @property
     def keeps_products(self) -> bool:
@@ -664,25 +707,40 @@ class Work:
 
     def forward_phase(self) -> PhaseMemory:
         """The last recomputed block's forward, which keeps nothing; a block that keeps is highest in its backward."""
-        layer = min(self.plan.recompute, self.architecture.layers) - 1
-        if layer < 0:
-            return self.phase("forward", gradients=self.held)
-        before = self.blocks[layer - 1].returned if layer else 0.0
+        last = min(self.first + self.plan.recompute, self.architecture.layers) - 1
+        layers = {self.first - 1, last} if self.first else {last}
+        found = [self._forward_of(layer) for layer in layers if layer >= 0]
+        return max(found, key=lambda phase: phase.total_bytes, default=self.phase("forward", gradients=self.held))
+
+    def _forward_of(self, layer: int) -> PhaseMemory:
+        """The forward of a block that keeps nothing but perhaps its input."""
+        block, before = self.blocks[layer], self.blocks[layer - 1].returned if layer else 0.0
         casts = sum(self.casts) if self.caches_casts else max(self.casts)
+        passed = layer < self.first  # its input is nobody's; casts of weights without a gradient do not stay
+        if passed:
+            casts = self.passing_cast
         return max(
             (
                 self.phase(
                     "forward",
                     gradients=self.held,
                     kept=self.kept_before(layer + 1) + self.mask,
-                    working=(moment.per_token + before) * self.tokens,
+                    working=(moment.per_token + before + (block.input if passed else 0.0)) * self.tokens,
                     weights=self.root + casts,
                     dequantised=self._unpacked_at(moment),
                 )
-                for moment in self.blocks[layer].evaluation
+                for moment in block.evaluation
             ),
             key=lambda phase: phase.total_bytes,
         )
+
+    @cached_property
+    def passing_cast(self) -> float:
+        """The 16-bit copy of the largest matrix of a block that is only passed forward."""
+        if not self.first or not self.formats.autocast or self.plan.trained_format != "fp32":
+            return 0.0
+        matrices = (each.weights for layer in range(self.first) for each in self.architecture.linears(layer))
+        return float(self.formats.compute * max(matrices)) if self.formats.compute < 4 else 0.0
 
     def loss_phase(self) -> PhaseMemory:
         casts = sum(self.casts) if self.caches_casts else 0.0
@@ -709,7 +767,8 @@ class Work:
         """The head's weight in the compute format, when it is stored in another."""
         if self.shares_weights:
             return 0.0
-        stored = BYTES[self.plan.trained_format] if self.head_trains else self.formats.residual
+        trains = self.head_trains or self.plan.trains_base
+        stored = BYTES[self.plan.trained_format] if trains else self.formats.residual
         return float(self.formats.compute * self.architecture.head_params) if stored != self.formats.compute else 0.0
 
     def logits(self) -> tuple[float, float]:
@@ -768,17 +827,17 @@ class Work:
 
     def backward_phases(self) -> tuple[PhaseMemory, ...]:
         """At the last block, at the last of each kind, and at the first: between them memory changes linearly."""
-        last = self.architecture.layers - 1
-        again, compressed = self.plan.recompute, self.plan.compress
-        layers = sorted({last, max(0, again - 1), min(last, max(0, again + compressed - 1)), 0}, reverse=True)
-        if self.shares_weights and last > 1:
+        last, first = self.architecture.layers - 1, self.first
+        again = first + self.plan.recompute
+        compressed = min(last, max(first, again + self.plan.compress - 1))
+        layers = sorted({last, max(first, again - 1), compressed, first}, reverse=True)
+        if self.shares_weights and last > first + 1:
             layers.insert(1, last - 1)  # where the next block is fetched ahead
         return tuple(self.backward_phase(layer) for layer in dict.fromkeys(layers))
 
     def backward_phase(self, layer: int) -> PhaseMemory:
         """The worst moment of block `layer`'s backward, or of the forward that comes before it."""
-        block, plan = self.blocks[layer], self.plan
-        again = layer < plan.recompute
+        block, again = self.blocks[layer], self.recomputes(layer)
         # Forward runs again beside the gradient of the block's output.
         beside = float(self.formats.residual * self.architecture.hidden_size) if again else 0.0
         forward = (dataclasses.replace(one, per_token=one.per_token + beside) for one in block.forward)
@@ -787,7 +846,8 @@ class Work:
         own_input += block.beyond * self.tokens if again and self.keeps_products else 0.0
         in_backward = moment in block.backward
         output = self.stream if again and self.program.holds_output and in_backward else 0.0
-        casts = self.casts[layer] + (sum(self.casts[plan.recompute : layer]) if self.caches_casts else 0.0)
+        kept_casts = (each for at, each in enumerate(self.casts[:layer]) if not self.recomputes(at))
+        casts = self.casts[layer] + (sum(kept_casts) if self.caches_casts else 0.0)
         return self.phase(
             f"backward of block {layer + 1}",
             gradients=self._gradients_at(layer, moment),
@@ -843,6 +903,8 @@ class Work:
     def embedding_phase(self) -> PhaseMemory:
         """The embedding's gradient is made whole, then added to the one there is (tied head, accumulation)."""
         dense = 0.0
+        if self.plan.last_blocks:  # nothing comes before the first of them
+            return self.phase("embedding", gradients=self.gradients + (self.outside_gradient if self.streams else 0.0))
         if not self.plan.lora_rank:
             whole = self.whole_gradient * self.architecture.embedding_params
             tied = 1 if self.architecture.tied_embeddings else 0
@@ -967,7 +1029,7 @@ def moment_bytes(architecture: Architecture, plan: Plan) -> float:
         return sum(state_bytes(plan, weight) for weight in block_weights(architecture, layer, plan))
 
     outside = sum(state_bytes(plan, weight) for weight in outside_weights(architecture, plan))
-    return outside + sum(_by_kind(architecture, of_block))
+    return outside + sum(_of_blocks(architecture, plan, of_block, 0.0))
 
 
 def weight_bytes(architecture: Architecture, plan: Plan) -> float:
@@ -993,25 +1055,26 @@ def _block_weight_bytes(architecture: Architecture, layer: int, plan: Plan) -> f
 
 
 def _by_kind(
-    architecture: Architecture, value: Callable[[int], _Value], *, windows: bool = False
+    architecture: Architecture, value: Callable[[int], _Value], *, windows: bool = False, first: int = 0
 ) -> tuple[_Value, ...]:
-    """`value` of every block, worked out once for those without experts and once for those with; with `windows`, also
-    for those that slide and those that do not."""
+    """`value` of every block from `first` on, worked out once for those without experts and once for those with; with
+    `windows`, also for those that slide and those that do not."""
     experts = architecture.experts
     found: dict[tuple[bool, bool], _Value] = {}
     kinds = [
         (bool(experts and experts.at(layer)), windows and architecture.slides(layer))
-        for layer in range(architecture.layers)
+        for layer in range(first, architecture.layers)
     ]
-    for layer, kind in enumerate(kinds):
+    for layer, kind in enumerate(kinds, start=first):
         if kind not in found:
             found[kind] = value(layer)
     return tuple(found[kind] for kind in kinds)
 
 
 def _blocks(architecture: Architecture, formats: Formats, plan: Plan, *, frozen: bool) -> Iterator[BlockMemory]:
-    """Every block's walk. The first block of a `frozen` model differs: nothing before it needs a gradient."""
-    shape = _shape_only(architecture)
+    """Every block's walk. Where what comes before it is `frozen` the first block with a backward differs: its input
+    needs no gradient."""
+    shape, first = _shape_only(architecture), plan.first_trained(architecture.layers)
 
     def of_all(*, compressed: bool) -> tuple[BlockMemory, ...]:
         usual = _by_kind(
@@ -1021,7 +1084,8 @@ def _blocks(architecture: Architecture, formats: Formats, plan: Plan, *, frozen:
         )
         if not frozen:
             return usual
-        return (block_memory(shape, 0, formats, input_grad=False, compressed=compressed), *usual[1:])
+        own = block_memory(shape, first, formats, input_grad=False, compressed=compressed)
+        return (*usual[:first], own, *usual[first + 1 :])
 
     kept = of_all(compressed=False)
     if not plan.compress:
@@ -1029,12 +1093,13 @@ def _blocks(architecture: Architecture, formats: Formats, plan: Plan, *, frozen:
         return
     few = of_all(compressed=True)
     for layer in range(architecture.layers):
-        yield few[layer] if compresses(plan, layer) else kept[layer]
+        yield few[layer] if compresses(plan, layer, architecture.layers) else kept[layer]
 
 
-def compresses(plan: Plan, layer: int) -> bool:
-    """Whether block `layer` keeps its linears' inputs in 8 bits."""
-    return plan.recompute <= layer < plan.recompute + plan.compress
+def compresses(plan: Plan, layer: int, layers: int) -> bool:
+    """Whether block `layer` of `layers` keeps its linears' inputs in 8 bits."""
+    first = plan.first_trained(layers) + plan.recompute
+    return first <= layer < first + plan.compress
 
 
 def _shape_only(architecture: Architecture) -> Architecture:

@@ -86,7 +86,10 @@ class Plan:
     of its own before that; `optimizer_paged` lets the driver move states to RAM. `weights_tier` other than device
     streams the blocks through two slots, all but `resident_blocks` that stay. `saved_modules` ("embedding", "head") are
     trained whole beside adapters. `dora` trains lengths of columns beside LoRA; `lora_experts` has adapters beside each
-    expert. `compiled`: a compiler fuses what lies between matrix products, in torch's `compile_mode`.
+    expert. `last_blocks` other than 0: of the weights only those of so many blocks train, the last ones, and of what
+    comes after them, but for a head that is the embedding's table. Blocks before them are frozen: nothing of them is
+    kept or recomputed, and the first blocks of `recompute` and `compress` are the first of those that train.
+    `compiled`: a compiler fuses what lies between matrix products, in torch's `compile_mode`.
     """
 
     method: Method
@@ -120,11 +123,40 @@ class Plan:
     lora_experts: bool = False
     dora: bool = False
     saved_modules: tuple[Literal["embedding", "head"], ...] = ()
+    last_blocks: int = 0
     cards: int = 1
     sharding: ShardingKind = "none"
     compiled: bool = False
     compile_mode: Literal["default", "max-autotune", "reduce-overhead"] = "default"
     reasons: tuple[Choice, ...] = ()
+
+    @property
+    def trains_base(self) -> bool:
+        """Whether weights of the model itself train, all of them or those of the last blocks."""
+        return not self.lora_rank
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether all of the model's weights train, its embedding included."""
+        return not self.lora_rank and not self.last_blocks
+
+    def first_trained(self, layers: int) -> int:
+        """The first of `layers` blocks with a gradient: those before it are only passed forward."""
+        return max(0, layers - self.last_blocks) if self.last_blocks else 0
+
+    def trained_layers(self, layers: int) -> int:
+        """How many of `layers` blocks have a backward."""
+        return layers - self.first_trained(layers)
+
+    def recomputes(self, layer: int, layers: int) -> bool:
+        """Whether block `layer` of `layers` is computed again in backward."""
+        first = self.first_trained(layers)
+        return first <= layer < first + self.recompute
+
+    def staying(self, layers: int) -> tuple[int, ...]:
+        """The blocks that stay on the device while others visit: first those that would come twice a step."""
+        first = self.first_trained(layers)
+        return tuple(sorted([*range(first, layers), *range(first)][: self.resident_blocks]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,7 @@ def reasons(search: Search, found: Candidate) -> Iterator[Choice]:
     yield _precision_choice(plan, search.device, fixed=config.memory.precision != "auto")
     yield _length_choice(config, plan, search.architecture, search.workload)
     yield _batch_choice(config, found, search.workload)
+    yield from _last_blocks_choice(plan, search.architecture)
     yield _recompute_choice(config, found, search.architecture)
     yield _loss_choice(config, plan, search.architecture, search.workload)
     yield _weights_choice(plan)
@@ -198,19 +199,27 @@ def _batch_choice(config: RunConfig, found: Candidate, workload: Workload) -> Ch
     return Choice(setting="micro-batch", value=value, reason=reason, fixed=fixed)
 
 
+def _last_blocks_choice(plan: Plan, architecture: Architecture) -> Iterator[Choice]:
+    """Which weights train, where not all do."""
+    if plan.last_blocks:
+        value = say("trains.blocks", count=plan.last_blocks, layers=architecture.layers)
+        reason = say("trains.tied" if architecture.tied_embeddings else "trains.head")
+        yield Choice(setting="trained weights", value=value, reason=reason, fixed=True)
+
+
 def _recompute_choice(config: RunConfig, found: Candidate, architecture: Architecture) -> Choice:
-    plan = found.plan
+    plan, layers = found.plan, found.plan.trained_layers(architecture.layers)
     fixed = config.memory.activations != "auto"
     if fixed:
         reason = say("you")
     elif plan.recompute == 0:
         reason = say("activations.fit")
-    elif plan.recompute == architecture.layers:
+    elif plan.recompute == layers:
         reason = say("activations.none")
     else:
-        reason = say("activations.some", count=architecture.layers - plan.recompute)
+        reason = say("activations.some", count=layers - plan.recompute)
     if plan.recompute and not plan.compress:
-        value = say("activations.recompute", count=plan.recompute, layers=architecture.layers)
+        value = say("activations.recompute", count=plan.recompute, layers=layers)
     else:
         value = say("activations.compress" if plan.compress else "activations.keep")
     return Choice(setting="activations", value=value, reason=reason, fixed=fixed)

@@ -95,10 +95,11 @@ def _changes(config: RunConfig, base: Plan) -> Iterator[tuple[RunConfig, str]]:
         if getattr(wishes, field) != "auto":
             memory = wishes.model_copy(update={field: "auto"})
             yield config.model_copy(update={"memory": memory}), f"Leaving memory.{field} to auto"
+    adapted = config.model_copy(update={"method": "lora", "train_last_blocks": None})
     if config.method == "full":
-        yield config.model_copy(update={"method": "lora"}), "LoRA instead of full fine-tuning"
+        yield adapted, "LoRA instead of full fine-tuning"
     if config.method in ("full", "lora"):
-        yield config.model_copy(update={"method": "qlora"}), "QLoRA (a 4-bit base)"
+        yield adapted.model_copy(update={"method": "qlora"}), "QLoRA (a 4-bit base)"
     for length in _shorter(base.max_length):
         data = config.data.model_copy(update={"max_length": length})
         yield config.model_copy(update={"data": data}), f"Sequences of at most {length} tokens"

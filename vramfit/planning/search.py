@@ -143,6 +143,11 @@ class Search:
         """Cards that can share the run: all of the device's name."""
         return sum(device.name == self.device.name and device.kind != "cpu" for device in self.machine.devices)
 
+    @property
+    def trained_layers(self) -> int:
+        """How many blocks have a backward, so that their activations cost something."""
+        return self.start.plan.trained_layers(self.architecture.layers)
+
     # --- families ----------------------------------------------------------------------------------------------------
 
     def families(self) -> list[Family]:
@@ -244,7 +249,7 @@ class Search:
 
     def _fewest_recomputed(self, family: Family, size: int) -> Candidate | None:
         """Recompute costs time, so as little as fits: none, else halve the distance to all."""
-        layers, wish = self.architecture.layers, self.config.memory.activations
+        layers, wish = self.trained_layers, self.config.memory.activations
         keeps = wish in ("keep", "compress")
         in_ram = "input_tier" in family.changes  # where nothing is recomputed no input waits anywhere
         if wish != "auto" or in_ram:
@@ -267,16 +272,16 @@ class Search:
 
     def _most_resident(self, family: Family, size: int) -> Candidate | None:
         """Every block that stays on the device need not be brought, so as many as fit: memory is linear in them."""
-        layers = self.architecture.layers
-        none = self.candidate(family, size, recompute=layers, resident_blocks=0)
+        layers, again = self.architecture.layers, self.trained_layers
+        none = self.candidate(family, size, recompute=again, resident_blocks=0)
         if not none.fits:
             return None
         left = none.plan.budget_bytes - none.memory.device_bytes
-        each = (self.candidate(family, size, recompute=layers, resident_blocks=1).memory.device_bytes) - (
+        each = (self.candidate(family, size, recompute=again, resident_blocks=1).memory.device_bytes) - (
             none.memory.device_bytes
         )
         for count in (min(layers, int(left // each) if each > 0 else layers), 0):
-            tried = self.candidate(family, size, recompute=layers, resident_blocks=count)
+            tried = self.candidate(family, size, recompute=again, resident_blocks=count)
             if tried.fits:
                 return tried
         return none
@@ -297,7 +302,7 @@ class Search:
         """What needs the least memory: the smallest micro-batch, all blocks recomputed unless kept by wish."""
         chosen = family or self.families()[0]
         keep = self.config.memory.activations in ("keep", "compress")
-        recompute = 0 if keep else self.architecture.layers
+        recompute = 0 if keep else self.trained_layers
         return self.candidate(chosen, self.micro_batches(chosen)[0], recompute=recompute)
 
 

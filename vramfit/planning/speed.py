@@ -2,8 +2,9 @@
 
 FLOPs per token that passes the model, with N the numbers in matrix products a token passes (active parameters without
 the embedding look-up): forward 2N, gradient of the input 2N, gradient of the weights 2N. So full training 6N, LoRA 4N
-(plus 6 times the adapters), and 2N more for blocks that are recomputed. Attention adds, forward and causal,
-2 x layers x query width x length per token, twice that backward. The head counts only for tokens that carry loss.
+(plus 6 times the adapters), 2N for blocks before the first that trains, and 2N more for blocks that are recomputed.
+Attention adds, forward and causal, 2 x layers x query width x length per token, twice that backward. The head counts
+only for tokens that carry loss.
 
 Seconds are those of the operations (`operations.py`) at what the device reaches (`rates.py`):
 
@@ -32,7 +33,9 @@ from vramfit.planning.memory import (
     QUANTISED,
     adapter_params,
     formats_of,
+    head_trains,
     moment_bytes,
+    trained_outside,
     trained_params,
     weight_bytes,
 )
@@ -122,14 +125,21 @@ def estimate_speed(
 
 def flops_per_token(architecture: Architecture, plan: Plan, *, length: float, trained_share: float = 1.0) -> float:
     """FLOPs of forward and backward for one token of a sequence of `length` tokens (derivation above)."""
-    passes = 4.0 if plan.lora_rank else 6.0
+    passes, head = 4.0 if plan.lora_rank else 6.0, 6.0 if head_trains(architecture, plan) else 4.0
     attention = 2.0 * architecture.layers * architecture.q_width * _attended(architecture, length)
+    with_backward = _share_with_backward(architecture, plan)
     return (
-        passes * (_block_params(architecture) + architecture.head_params * trained_share)
+        (2.0 + (passes - 2.0) * with_backward) * _block_params(architecture)
+        + head * architecture.head_params * trained_share
         + 6.0 * _adapters(architecture, plan)
-        + 3.0 * attention
+        + (1.0 + 2.0 * with_backward) * attention
         + _recomputed_flops(architecture, plan, length)
     )
+
+
+def _share_with_backward(architecture: Architecture, plan: Plan) -> float:
+    """Of the blocks, those that are not only passed forward."""
+    return plan.trained_layers(architecture.layers) / architecture.layers
 
 
 def _recomputed_flops(architecture: Architecture, plan: Plan, length: float) -> float:
@@ -217,14 +227,20 @@ class _Step:
         return formats_of(self.architecture, self.plan, self.program, length=int(self.length))
 
     @cached_property
-    def kinds(self) -> tuple[tuple[int, BlockWork], ...]:
-        """(how many blocks, what one does) of those without experts and of those with."""
+    def kinds(self) -> tuple[tuple[int, int, BlockWork], ...]:
+        """(how many blocks, how many of them have a backward, what one does) of those without experts and of those
+        with."""
         shape, layers = self.architecture, self.architecture.layers
-        counts = ((layers - shape.moe_layers, 0), (shape.moe_layers, layers - 1))
+        first = self.plan.first_trained(layers)
+        experts = [bool(shape.experts and shape.experts.at(layer)) for layer in range(layers)]
         return tuple(
-            (count, block_work(shape, layer, self.formats, compiled=self.plan.compiled))
-            for count, layer in counts
-            if count
+            (
+                experts.count(has),
+                experts[first:].count(has),
+                block_work(shape, layer, self.formats, compiled=self.plan.compiled),
+            )
+            for has, layer in ((False, 0), (True, layers - 1))
+            if has in experts
         )
 
     @cached_property
@@ -271,14 +287,14 @@ class _Step:
     def busy(self) -> _Busy:
         """One micro-batch: forward, what is recomputed, backward, head and loss."""
         total = self.head() + _Busy(0.0, self.weight_traffic / self.rates.bandwidth)
-        for count, work in self.kinds:
-            total += (self.forward(work) + self.again(work) + self.backward(work)).times(count)
+        for count, back, work in self.kinds:
+            total += self.forward(work).times(count) + (self.again(work) + self.backward(work)).times(back)
         return total
 
     @property
     def recomputed(self) -> float:
-        """The share of blocks whose forward is done again."""
-        return self.plan.recompute / self.architecture.layers
+        """The share of the blocks with a backward whose forward is done again."""
+        return self.plan.recompute / self.plan.trained_layers(self.architecture.layers)
 
     def again(self, work: BlockWork) -> _Busy:
         """What backward does of forward again: all of it, or when recompute is selective what the program makes again
@@ -333,7 +349,7 @@ class _Step:
         vocabulary = float(shape.vocab_size)
         seconds = self.rates.product_seconds(rows, width, vocabulary, size=size)
         seconds += self.rates.product_seconds(rows, vocabulary, width, size=size)
-        if self.trains_base or "head" in self.plan.saved_modules:
+        if head_trains(self.architecture, self.plan):
             seconds += self.rates.product_seconds(width, rows, vocabulary, size=size)
         held = self.program.logits[self.plan.loss]
         moved = LOGIT_TRIPS * held if held else FUSED_LOGITS
@@ -347,7 +363,7 @@ class _Step:
         their gradients back, gradients of further micro-batches added."""
         plan, size = self.plan, float(self.formats.compute)
         blocks = sum(
-            count * sum(product.weights for product in work.products if product.base) for count, work in self.kinds
+            count * sum(product.weights for product in work.products if product.base) for count, _, work in self.kinds
         )
         moved = 0.0
         if plan.lora_rank and plan.weight_format in QUANTISED:
@@ -355,7 +371,8 @@ class _Step:
         if self.trains_base and plan.trained_format == "fp32" and size < 4:
             share = 1.0 / plan.cards if self.shares_weights else 1.0
             passes = 1.0 if self.program.caches_casts or self.shares_weights else 1.0 + self.recomputed
-            moved += (passes + 1.0) * (4.0 + size) * self.architecture.params * share
+            passed = self.architecture.params - self.trained  # cast for forward alone
+            moved += ((passes + 1.0) * self.trained + passed) * (4.0 + size) * share
         if self.passes > 1:
             moved += 3.0 * self.gradient * self.trained / (plan.cards if self.shares_weights else 1)
         return moved
@@ -370,10 +387,10 @@ class _Step:
     def launches(self) -> float:
         """Seconds the host needs for all kernels of the step, and for the hooks of sharded units."""
         forward = (
-            sum(count * (1.0 + self.recomputed) * work.forward_kernels for count, work in self.kinds)
+            sum((count + back * self.recomputed) * work.forward_kernels for count, back, work in self.kinds)
             + KERNELS_OUTSIDE / 3
         )
-        backward = sum(count * work.backward_kernels for count, work in self.kinds) + KERNELS_OUTSIDE * 2 / 3
+        backward = sum(back * work.backward_kernels for _, back, work in self.kinds) + KERNELS_OUTSIDE * 2 / 3
         kernels = forward * self.rates.forward_launch + backward * self.rates.backward_launch
         hooks = UNIT_SECONDS * sum(self.gathers) if self.shares_weights else 0.0
         return self.passes * (kernels + hooks)
@@ -451,13 +468,16 @@ class _Step:
 
     @property
     def visits(self) -> float:
-        """Bytes a step brings to the device: every block that does not stay, forward and backward, whatever the number
-        of micro-batches; blocks that train send their gradients back at the same time, over the link's other half."""
-        stay = min(1.0, self.plan.resident_blocks / self.architecture.layers)
-        blocks = weight_bytes(self.architecture, self.plan) * (
+        """Bytes a step brings to the device: every block that does not stay, forward and, where it has one, backward,
+        whatever the number of micro-batches; blocks that train send their gradients back at the same time, over the
+        link's other half."""
+        layers, plan = self.architecture.layers, self.plan
+        blocks = weight_bytes(self.architecture, plan) * (
             1.0 - self.architecture.outside_params / self.architecture.params
         )
-        return 2.0 * blocks * (1.0 - stay)
+        first, stay = plan.first_trained(layers), plan.staying(layers)
+        passes = sum(2.0 if layer >= first else 1.0 for layer in range(layers) if layer not in stay)
+        return blocks * passes / layers
 
     def exposed_disk(self, working: float) -> float:
         """Seconds of the step that the disk adds to forward and backward: blocks are read, and gradients that wait for
@@ -487,7 +507,7 @@ class _Step:
     @property
     def block_numbers(self) -> float:
         """Trained weights in the blocks."""
-        return float(self.trained - self.architecture.outside_params)
+        return float(self.trained - trained_outside(self.architecture, self.plan))
 
     @property
     def _on_disk_in_step(self) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from vramfit.config import Precision, RunConfig
 from vramfit.hardware.devices import Device
 from vramfit.models.architecture import Architecture
 from vramfit.planning.plan import Plan, WeightFormat, Workload
-from vramfit.planning.wishes import refused, wished
+from vramfit.planning.wishes import refused, trained_layers, wished
 from vramfit.sentences import say
 from vramfit.units import GIB, MIB, format_bytes
 
@@ -45,7 +45,7 @@ def start(config: RunConfig, architecture: Architecture, device: Device, workloa
         max_length=_max_length(config, architecture, workload),
         micro_batch=1,
         accumulation=sequences_of_step(config, workload),
-        recompute=architecture.layers,
+        recompute=trained_layers(config, architecture),
         loss=loss,
         loss_chunk_tokens=0 if loss == "full" else chunk_tokens(architecture.vocab_size),
         packing=workload.packed or config.data.packing is True,

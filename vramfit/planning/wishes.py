@@ -30,9 +30,26 @@ def wished(config: RunConfig, architecture: Architecture, device: Device, comput
         **_compiled(config, device),
         "attention": _attention(config, architecture, device, compute),
         "input_tier": _input_tier(config, device),
-        "compress": architecture.layers if config.memory.activations == "compress" else 0,
+        "compress": trained_layers(config, architecture) if config.memory.activations == "compress" else 0,
         **_adapters(config, architecture),
+        **_last_blocks(config, architecture),
     }
+
+
+def trained_layers(config: RunConfig, architecture: Architecture) -> int:
+    """How many of the model's blocks have a backward."""
+    return config.train_last_blocks or architecture.layers
+
+
+def _last_blocks(config: RunConfig, architecture: Architecture) -> dict[str, Any]:
+    wish = config.train_last_blocks
+    if wish is not None and wish > architecture.layers:
+        raise refused(
+            "train_last_blocks",
+            f"train_last_blocks is {wish}, and {architecture.name} has {architecture.layers} blocks",
+            f"Set it to {architecture.layers} or less, or leave it empty to train all weights.",
+        )
+    return {"last_blocks": wish or 0}
 
 
 def _adapters(config: RunConfig, architecture: Architecture) -> dict[str, Any]:

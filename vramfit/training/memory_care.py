@@ -117,14 +117,16 @@ def care_for(
             )
         )
     elif config.memory.adapt:
+        modes = executor.activations or planned_modes(plan, _blocks_of(executor))
         executor.govern(
             build_governor(
-                executor.activations or planned_modes(plan, _blocks_of(executor)),
+                modes,
                 device=executor.device,
                 apply=executor.set_activations,
                 budget_bytes=plan.budget_bytes,
                 may_compress=plan.compress > 0,
                 fixed=config.memory.activations != "auto",
+                first=plan.first_trained(len(modes)),
                 expected_bytes=forecast.memory.peak_bytes,
                 most_tokens=plan.micro_batch * forecast.workload.longest_tokens,
             )

@@ -134,6 +134,9 @@ def test_inputs_in_ram_are_not_on_the_device() -> None:
         ("bigscience/bloom-560m", {**EAGER, "recompute": 24}),
         ("tiiuae/falcon-rw-1b", {**IN_16_BITS, "recompute": 24}),
         ("HuggingFaceTB/SmolLM2-135M", {**IN_16_BITS, "packing": True}),
+        ("HuggingFaceTB/SmolLM2-135M", {"method": "full", "last_blocks": 7, "recompute": 3}),
+        ("mistralai/Mistral-7B-v0.1", {"method": "full", "last_blocks": 8, "compute": "bf16", "recompute": 8}),
+        ("allenai/OLMoE-1B-7B-0924", {"method": "full", "last_blocks": 4}),
     ],
 )
 def test_the_closed_form_is_within_three_percent_of_the_trace(name: str, changes: dict[str, Any]) -> None:
