@@ -93,16 +93,20 @@ def _tier(
     """Blocks on disk stay in the model's own files as long as their numbers do not change; all others are copied."""
     layouts = [Layout(tensors_of(block)) for block in blocks]
     in_files = plan.weight_format != "nf4" and plan.weights_tier == "disk"
-    frozen = FilesTier(
-        layouts, own, [_as_stored(layout, sources) for layout, sources in zip(layouts, own, strict=True)]
-    )
     if in_files and not trains:
-        return frozen
+        return _files_tier(layouts, own)
     turn = trains.start if in_files else 0
     copied = [Layout({})] * turn + layouts[turn:]
     tier = own_tier(plan, plan.weights_tier, copied, scratch, "blocks")
     _fill(blocks, copied, own, tier.write, since=turn)
-    return FrozenBeforeTrained(frozen, tier, turn=turn) if isinstance(tier, DiskTier) and turn else tier
+    if not turn or not isinstance(tier, DiskTier):
+        return tier
+    return FrozenBeforeTrained(_files_tier(layouts, own), tier, turn=turn)
+
+
+def _files_tier(layouts: Sequence[Layout], own: Sequence[Mapping[str, Source]]) -> FilesTier:
+    stored = [_as_stored(layout, sources) for layout, sources in zip(layouts, own, strict=True)]
+    return FilesTier(layouts, own, stored)
 
 
 def own_tier(plan: Plan, where: str, layouts: Sequence[Layout], scratch: Path, name: str) -> RamTier | DiskTier:
