@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from jobs.job import State
 
 Kind = Literal["finished", "failed", "interrupted", "unhealthy"]
+
+WORDS: Final[Mapping[str, Mapping[str, str]]] = {
+    "en": {
+        "finished": "Run {job} ({name}) has finished",
+        "failed": "Run {job} ({name}) failed",
+        "interrupted": "Run {job} ({name}) was interrupted",
+        "unhealthy": "Run {job} ({name}) is not well",
+        "loss": "final loss {loss}",
+        "why": "{what}: {why}",
+        "end": "{what}.",
+    },
+    "zh": {
+        "finished": "训练 {job}（{name}）已完成",
+        "failed": "训练 {job}（{name}）失败",
+        "interrupted": "训练 {job}（{name}）中断",
+        "unhealthy": "训练 {job}（{name}）状态不佳",
+        "loss": "最终损失 {loss}",
+        "why": "{what}：{why}",
+        "end": "{what}。",
+    },
+}
+"""What is posted for people, by language. Causes and remedies are in the words of whoever found them: English."""
 
 MOST_TRIES: Final = 12
 """After so many tries without an answer of success an alert is given up: about two and a half hours."""
@@ -70,20 +93,16 @@ def body_of(
     failure: str | None,
     remedy: str | None,
     final_loss: float | None,
+    language: str = "en",
     message: str | None = None,
     step: int | None = None,
 ) -> dict[str, Any]:
     """What is posted, as JSON values. `text` and `content` say the same for people: chats show one or the other
-    (Slack and Mattermost `text`, Discord `content`)."""
-    what = {
-        "finished": "has finished",
-        "failed": "failed",
-        "interrupted": "was interrupted",
-        "unhealthy": "is not well",
-    }
-    loss = f"final loss {final_loss:.4g}" if kind == "finished" and final_loss is not None else ""
+    (Slack and Mattermost `text`, Discord `content`), in `language` where there are WORDS for it."""
+    words = WORDS.get(language, WORDS["en"])
+    loss = words["loss"].format(loss=f"{final_loss:.4g}") if kind == "finished" and final_loss is not None else ""
     why = " ".join(part for part in (message, failure, remedy, loss) if part)
-    text = f"Run {job} ({name}) {what[kind]}" + (f": {why}" if why else ".")
+    text = words["why" if why else "end"].format(what=words[kind].format(job=job, name=name), why=why)
     if len(text) > LONGEST_TEXT:
         text = f"{text[:LONGEST_TEXT]}…"
     return {

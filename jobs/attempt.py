@@ -15,14 +15,16 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 from jobs import processes
 from jobs.job import Job, State
 from jobs.store import Store
-from vramfit.errors import InternalError, OutOfDisk, UserError, VramfitError
+from vramfit.errors import Changed, InternalError, OutOfDisk, Unwritable, UserError, VramfitError
 from vramfit.hardware.devices import Device, probe
 from vramfit.hardware.telemetry import Sampler
+from vramfit.places import cure_of, takes_no_writes
 from vramfit.training.health import Watches, watches_of_machine
 from vramfit.training.metrics import Event, RunResult
 
@@ -179,16 +181,19 @@ class Attempt:
                 remedy="Resume goes on from the last checkpoint.",
             )
             return 1
-        if _is_disk_full(error):
-            return self._wait_for_room(explain(error))
-        failure = explain(error)
+        failure = explain(error, folder=self.job.folder)
+        if _is_disk_full(error) or _is_unwritable(error, self.job.folder):
+            return self._wait_for_a_person(failure)
+        if isinstance(error, Changed):
+            return self._wait_for_a_person(failure, asks=True)
         self._end(failure.state, failure=failure.what, remedy=failure.remedy)
         return failure.code
 
-    def _wait_for_room(self, failure: Failure) -> int:
-        """The disk is full: the run waits, its older checkpoints untouched, until somebody made room and resumes it."""
+    def _wait_for_a_person(self, failure: Failure, *, asks: bool = False) -> int:
+        """The run waits, its older checkpoints untouched, until somebody has seen to what is wrong and resumes it. With
+        `asks` the resume says that it goes on with what has changed."""
         stopping = self.store.job(self.job.id).state == "stopping"
-        self._end("cancelled" if stopping else "paused", failure=failure.what, remedy=failure.remedy)
+        self._end("cancelled" if stopping else "paused", failure=failure.what, remedy=failure.remedy, asks=asks)
         return failure.code
 
     def _end_stopped(self, *, steps: int, **values: Any) -> None:
@@ -231,8 +236,8 @@ def insist(change: Callable[[], None], *, seconds: float = INSIST_S) -> None:
         wait = min(2 * wait, 5.0)
 
 
-def explain(error: BaseException) -> Failure:
-    """An exception as the user reads it. Never a traceback."""
+def explain(error: BaseException, *, folder: Path | None = None) -> Failure:
+    """An exception as the user reads it. Never a traceback. `folder` is the run's own."""
     log = "The log has the details."
     if isinstance(error, UserError):
         return Failure(what=_sentence(error.what), remedy=error.remedy, code=2)
@@ -259,6 +264,12 @@ def explain(error: BaseException) -> Failure:
             remedy="Free some room and resume the run; checkpoints saved so far are kept.",
             code=2,
         )
+    if isinstance(error, OSError) and folder is not None and takes_no_writes(error, folder):
+        return Failure(
+            what=_sentence(f"The run's folder takes no writes ({error.strerror}: {error.filename})"),
+            remedy=f"{cure_of(error)}, then resume the run; checkpoints saved so far are kept.",
+            code=2,
+        )
     if isinstance(error, OSError) and error.errno in (errno.EIO, errno.EROFS):
         return Failure(
             what=_sentence(
@@ -276,6 +287,10 @@ def _is_disk_full(error: BaseException) -> bool:
     """No room left, or the quota used up: what a person can cure, and the run then go on from."""
     full = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
     return isinstance(error, OutOfDisk) or (isinstance(error, OSError) and error.errno in full)
+
+
+def _is_unwritable(error: BaseException, folder: Path) -> bool:
+    return isinstance(error, Unwritable) or takes_no_writes(error, folder)
 
 
 def _is_out_of_memory(error: BaseException, text: str) -> bool:

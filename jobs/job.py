@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from vramfit.config import RunConfig
 from vramfit.training import checkpoint
+from vramfit.training.inputs import Marks
 from vramfit.training.metrics import Event, PhaseProgress
 
 State = Literal[
@@ -50,6 +51,8 @@ class Job:
     died over it. `step_before` and `checkpoint_before` are the last step on record and the newest checkpoint when the
     last attempt began, None while it has not. `after` is the job that has to succeed first, with `after_anyway` only to
     end; `after_state` is the state of that one. `go_on`: once it has ended as asked, it goes back into the queue.
+    `frozen` are the marks of what it is made from, as that was when it was queued. `accepted`: it was paused because
+    something had changed, and somebody resumed it.
     """
 
     id: int
@@ -86,6 +89,8 @@ class Job:
     after_anyway: bool
     after_state: State | None
     go_on: bool
+    frozen: Marks | None
+    accepted: bool
 
     @property
     def active(self) -> bool:
@@ -156,6 +161,13 @@ class Streamed(NamedTuple):
 
     steps: int
     written_bytes: int
+
+
+class Saves(NamedTuple):
+    """How many checkpoints steps of a run came after, and how long training waited for these."""
+
+    checkpoints: int
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)

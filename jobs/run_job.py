@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -21,7 +22,8 @@ from vramfit.engine.accelerators import prepare_allocator
 from vramfit.engine.threads import let_threads_sleep
 from vramfit.errors import UserError
 from vramfit.training import checkpoint
-from vramfit.training.metrics import PhaseProgress, RunResult
+from vramfit.training.inputs import IfChanged, changes, marks_of, settle_changes
+from vramfit.training.metrics import Event, PhaseProgress, RunResult
 
 Train = Callable[[Attempt, bool], RunResult]
 
@@ -70,6 +72,8 @@ def _train(session: Attempt, resume: bool) -> RunResult:
     from vramfit.training.loop import train
 
     job: Job = session.job
+    if_changed = "go on" if job.accepted else job.config.output.if_changed
+    check_inputs(session, if_changed)
     return train(
         job.config,
         folder=job.folder,
@@ -77,7 +81,22 @@ def _train(session: Attempt, resume: bool) -> RunResult:
         recorder=session.recorder,
         should_stop=session.should_stop,
         resume=resume,
+        if_changed=if_changed,
     )
+
+
+def check_inputs(session: Attempt, if_changed: IfChanged) -> None:
+    """Tell what of the job's data, model and libraries is no longer as it was when the job was queued.
+
+    Raises Changed or CheckpointError where the run is not to go on with that.
+    """
+    job, now = session.job, marks_of(session.job.config)
+    if job.frozen is None:
+        session.store.freeze(job.id, config=job.config, marks=now)
+        return
+    for message in settle_changes(changes(job.frozen, now), if_changed, since="the run was queued"):
+        print(message, flush=True)
+        session.recorder.event(Event(time=time.time(), level="warning", kind="changed", message=message))
 
 
 def _listen(session: Attempt) -> None:

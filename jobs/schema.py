@@ -245,6 +245,23 @@ def _alerts(db: Any) -> None:
     db.execute("CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID")
 
 
+@migrations(name="0007_saves")  # type: ignore[untyped-decorator,unused-ignore]
+def _saves(db: Any) -> None:
+    """What training waited for checkpoints; an index that adds it up without reading the steps beside none."""
+    for table in ("metrics", "metrics_by_64"):
+        db.execute(f"ALTER TABLE {table} ADD COLUMN save_seconds REAL")
+    db.execute("CREATE INDEX metrics_saved ON metrics (job, save_seconds) WHERE save_seconds IS NOT NULL")
+
+
+@migrations(name="0008_frozen")  # type: ignore[untyped-decorator,unused-ignore]
+def _frozen(db: Any) -> None:
+    """The marks of what a job is made from, taken once it was queued; and whether somebody, asked, let it go on."""
+    db.execute("ALTER TABLE jobs ADD COLUMN frozen TEXT")
+    db.execute("ALTER TABLE jobs ADD COLUMN asks INTEGER NOT NULL DEFAULT 0")
+    db.execute("ALTER TABLE jobs ADD COLUMN accepted INTEGER NOT NULL DEFAULT 0")
+    db.execute("CREATE INDEX jobs_unfrozen ON jobs (id) WHERE frozen IS NULL")
+
+
 # Append new migrations here. Never change or remove one that was released.
 
 VERSION: Final = len(migrations._migrations)

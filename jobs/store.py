@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 from jobs import alert, schema
 from jobs.alert import Alert
-from jobs.job import ACTIVE, FINAL, RESUMABLE, UNSUCCESSFUL, Job, JobEvent, Series, State, Streamed
+from jobs.job import ACTIVE, FINAL, RESUMABLE, UNSUCCESSFUL, Job, JobEvent, Saves, Series, State, Streamed
 from vramfit.config import RunConfig
 from vramfit.errors import JobError, OutOfDisk
 from vramfit.planning.plan import Forecast
 from vramfit.training.health import UNHEALTHY
+from vramfit.training.inputs import Marks
 from vramfit.training.metrics import DriftCheck, Evaluation, Event, PhaseProgress, StepMetrics, Telemetry, TextSample
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ _METRICS: Final = {
     "optimizer_seconds": "mean",
     "disk_seconds": "mean",
     "written_bytes": "sum",
+    "save_seconds": "sum",
 }
 _TELEMETRY: Final = {
     "number": "max",
@@ -81,6 +83,7 @@ _JOB_COLUMNS: Final = (
     "coalesce(eval_loss, (SELECT loss FROM evaluations WHERE job = jobs.id ORDER BY step DESC LIMIT 1)) AS eval_loss, "
     "peak_allocated_bytes, export, failure, remedy, resumes, losses, step_before, checkpoint_before, after, "
     "after_anyway, (SELECT state FROM jobs AS first WHERE first.id = jobs.after) AS after_state, go_on, "
+    "frozen, accepted, "
     "coalesce((SELECT max(step) FROM metrics WHERE job = jobs.id), 0) AS step"
 )
 _TABLES_OF_JOBS: Final = (
@@ -93,11 +96,12 @@ _TABLES_OF_JOBS: Final = (
     "drifts",
     "alerts",
 )
-_WEBHOOK: Final = "webhook"  # the name of the setting
+_WEBHOOK: Final = "webhook"  # the names of settings
+_LANGUAGE: Final = "language of alerts"
 _ALERT_COLUMNS: Final = "id, job, kind, about, body, created_at, tries, next_try_at, sent_at, error"
 _UNOWNED: Final = "job NOT IN (SELECT id FROM jobs)"
 _SETTABLE: Final = frozenset(
-    {"owner", "final_loss", "eval_loss", "peak_allocated_bytes", "export", "failure", "remedy", "ended_boot"}
+    {"owner", "final_loss", "eval_loss", "peak_allocated_bytes", "export", "failure", "remedy", "ended_boot", "asks"}
 )
 # A job that may be started now: nothing it waits for is still to come.
 _CLAIMABLE: Final = (
@@ -434,7 +438,7 @@ class Store:
                     "Press Start again to queue these settings as a new run.",
                 )
             db.execute(
-                "UPDATE jobs SET name = ?, config = ?, forecast = ?, total_steps = ? WHERE id = ?",
+                "UPDATE jobs SET name = ?, config = ?, forecast = ?, total_steps = ?, frozen = NULL WHERE id = ?",
                 [
                     config.name.strip() or _default_name(config),
                     config.to_json(),
@@ -470,6 +474,8 @@ class Store:
                 "foreground": bool(values["foreground"]),
                 "after_anyway": bool(values["after_anyway"]),
                 "go_on": bool(values["go_on"]),
+                "accepted": bool(values["accepted"]),
+                "frozen": json.loads(values["frozen"]) if values["frozen"] else None,
                 "config": _config(values["config"]),
                 "forecast": json.loads(values["forecast"]) if values["forecast"] else None,
                 "phase": PhaseProgress(**json.loads(values["phase"])) if values["phase"] else None,
@@ -594,9 +600,27 @@ class Store:
         db.execute(
             "UPDATE jobs SET position = (SELECT coalesce(max(position), 0) + 1 FROM jobs), finished_at = NULL, "
             "stop_requested_at = NULL, failure = NULL, remedy = NULL, foreground = 0, revision = revision + 1, "
-            "resumes = 0, losses = 0, ended_boot = NULL, go_on = 0 WHERE id = ?",
+            "resumes = 0, losses = 0, ended_boot = NULL, go_on = 0, accepted = asks, "
+            "frozen = CASE WHEN asks THEN NULL ELSE frozen END, asks = 0 WHERE id = ?",
             [id_],
         )
+
+    # ---- what a job is made from ------------------------------------------------------------------------------
+
+    def next_unfrozen(self) -> Job | None:
+        """The first job that waits and has no marks yet of what it is made from."""
+        where = "frozen IS NULL AND state IN ('queued', 'draft')"
+        with self._reported():
+            row = self._one(f"SELECT {_JOB_COLUMNS} FROM jobs WHERE {where} ORDER BY id LIMIT 1")
+        return None if row is None else self._job(row)
+
+    def freeze(self, id_: int, *, config: RunConfig, marks: Marks) -> None:
+        """Keep the marks of what the job is made from, unless it has some or its settings are others by now."""
+        with self._write(durable=True) as db:
+            db.execute(
+                "UPDATE jobs SET frozen = ? WHERE id = ? AND frozen IS NULL AND config = ?",
+                [_json(marks), id_, config.to_json()],
+            )
 
     # ---- going on without being asked -------------------------------------------------------------------------
 
@@ -826,11 +850,13 @@ class Store:
         columns = "id AS job, name, state, failure, remedy, final_loss"
         row = self._one(f"SELECT {columns} FROM jobs WHERE id = ?", [id_])
         assert row is not None
-        now = self.clock()
+        now, chosen = self.clock(), self._one("SELECT value FROM settings WHERE name = ?", [_LANGUAGE])
+        language = "en" if chosen is None else chosen["value"]
+        body = _json(alert.body_of(**row, kind=kind, time=now, language=language, **values))
         db.execute(
             "INSERT OR IGNORE INTO alerts (job, attempt, kind, about, body, created_at, next_try_at) VALUES (?, "
             "(SELECT attempt FROM jobs WHERE id = ?), ?, ?, ?, ?, (SELECT ? FROM settings WHERE name = ?))",
-            [id_, id_, kind, about, _json(alert.body_of(**row, kind=kind, time=now, **values)), now, now, _WEBHOOK],
+            [id_, id_, kind, about, body, now, now, _WEBHOOK],
         )
 
     @property
@@ -840,15 +866,17 @@ class Store:
             row = self._one("SELECT value FROM settings WHERE name = ?", [_WEBHOOK])
         return "" if row is None else str(row["value"])
 
-    def set_webhook(self, address: str) -> None:
-        """Post alerts from now on to `address`, also those that still wait; with "" to nobody.
+    def set_webhook(self, address: str, *, language: str = "en") -> None:
+        """Post alerts from now on to `address`, also those that still wait; with "" to nobody. What arises from now on
+        is told in `language` (jobs/alert.py).
 
         What was given up under the address before is not shown any longer.
         """
         with self._write(durable=True) as db:
             db.execute("DELETE FROM settings WHERE name = ?", [_WEBHOOK])
             if address:
-                db.execute("INSERT INTO settings (name, value) VALUES (?, ?)", [_WEBHOOK, address])
+                for name, value in ((_WEBHOOK, address), (_LANGUAGE, language)):
+                    db.execute("INSERT OR REPLACE INTO settings (name, value) VALUES (?, ?)", [name, value])
             at = self.clock() if address else None
             db.execute("UPDATE alerts SET next_try_at = ? WHERE next_try_at IS NOT NULL", [at])
             db.execute(
@@ -1011,6 +1039,15 @@ class Store:
                 "WHERE job = ? AND written_bytes IS NOT NULL"
             )
             return Streamed(*self._db.execute(sql, [id_]).fetchone())
+
+    def saves(self, id_: int) -> Saves:
+        """How often and how long training waited for a checkpoint, as far as it went on after it."""
+        with self._reported():
+            sql = (
+                "SELECT count(*), coalesce(sum(save_seconds), 0) FROM metrics INDEXED BY metrics_saved "
+                "WHERE job = ? AND save_seconds IS NOT NULL"
+            )
+            return Saves(*self._db.execute(sql, [id_]).fetchone())
 
     def _series(
         self,

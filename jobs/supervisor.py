@@ -23,11 +23,13 @@ from typing import Final, Literal
 
 from jobs import file_systems, processes
 from jobs.death import MOST_LOSSES, cause_of, obstacle
+from jobs.freezer import Freezer
 from jobs.job import Job, State
 from jobs.store import PANEL_LEASE, SUPERVISOR_LEASE, Store
 from jobs.webhook import Sender
 from vramfit.errors import JobError, UserError
 from vramfit.faults import reach
+from vramfit.places import cure_of, takes_no_writes
 from vramfit.training.metrics import Event
 
 POLL_S: Final = 0.1
@@ -72,6 +74,7 @@ class _Trainer:
     kills_before: int | None
     lost: bool = False  # that a supervisor died over it is counted
     stop_seen_at: float | None = None
+    stop_allowed: float = 0.0  # seconds from then to TERM
     final_seen_at: float | None = None
     pressed: Literal["no", "term", "kill"] = "no"
 
@@ -107,6 +110,7 @@ class Supervisor:
         self._panel_beat: float | None = None
         self._busy_at: float | None = None
         self._looked_for_lingering = False
+        self._untold: list[tuple[int, str, str]] = []  # job, kind and message of events not yet in the database
         self._dead_before = False  # the supervisor before this one died at work, on this boot
 
     def start(self, *, wait: Callable[[float], None] | None = None) -> bool:
@@ -136,12 +140,21 @@ class Supervisor:
         return holder_alive(who, heartbeat_at, now=self._store.clock())
 
     def step(self, now: float) -> bool:
-        """One round: renew, watch, claim. False: leave (nothing to do, or the lease is gone)."""
+        """One round: renew, watch, claim. False: leave (nothing to do, or the lease is gone).
+
+        A trainer that was seen to be asked to end is pressed first, by the clock alone: it may itself be what keeps
+        the database locked. Nor does a lease that cannot be renewed now keep trainers from being watched.
+        """
+        self._press(now)
         if now - self._renewed_at >= LEASE_S:
-            if not self._store.renew_lease(SUPERVISOR_LEASE, owner=self._who):
-                say("The lease of this data folder is gone; leaving it to the other supervisor.")
-                return False
-            self._renewed_at = now
+            try:
+                if not self._store.renew_lease(SUPERVISOR_LEASE, owner=self._who):
+                    say("The lease of this data folder is gone; leaving it to the other supervisor.")
+                    return False
+                self._renewed_at = now
+            except UserError as error:  # nobody else can take it meanwhile: its holder lives
+                say(f"The lease is renewed later: {error}")
+        self._tell_later()
         active = self._store.active_jobs()
         self._watch(active, now)
         if self._trainer is None and not active:
@@ -265,18 +278,36 @@ class Supervisor:
         if trainer.stop_seen_at is None:
             trainer.stop_seen_at = now
         writing = job.phase is not None and job.phase.name in ("saving", "exporting")
-        allowed = self._patience.stop * (10 if writing else 1)
-        waited = now - trainer.stop_seen_at
+        trainer.stop_allowed = self._patience.stop * (10 if writing else 1)
+        self._press(now)
+
+    def _press(self, now: float) -> None:
+        """End what is overdue, without a word to the database before it is done."""
+        trainer = self._trainer
+        if trainer is None or trainer.who is None or trainer.stop_seen_at is None or trainer.pressed == "kill":
+            return
+        allowed, waited = trainer.stop_allowed, now - trainer.stop_seen_at
         if trainer.pressed == "no" and waited >= allowed:
-            self._note(job.id, "stop", f"It did not end within {allowed:.0f} s of Stop and is asked once more (TERM).")
-            processes.terminate(trainer.who)
             trainer.pressed = "term"
+            processes.terminate(trainer.who)
+            self._tell(trainer.job, f"It did not end within {allowed:.0f} s of Stop and is asked once more (TERM).")
         elif trainer.pressed == "term" and waited >= allowed + self._patience.term:
-            self._note(
-                job.id, "stop", f"It did not end within {self._patience.term:.0f} s of TERM and is ended (KILL)."
-            )
             trainer.pressed = "kill"
             processes.kill(trainer.who)
+            self._tell(trainer.job, f"It did not end within {self._patience.term:.0f} s of TERM and is ended (KILL).")
+
+    def _tell(self, id_: int, message: str) -> None:
+        self._untold.append((id_, "stop", message))
+
+    def _tell_later(self) -> None:
+        """Write the events that wait, in their order. What the database does not take now is tried again."""
+        while self._untold:
+            try:
+                self._note(*self._untold[0])
+            except UserError as error:
+                say(f"An event is written later: {error}")
+                return
+            del self._untold[0]
 
     def _press_to_leave(self, trainer: _Trainer, now: float) -> None:
         """The job is over but the process lingers, and may still hold the card that the next one needs."""
@@ -316,9 +347,11 @@ class Supervisor:
             job.folder.mkdir(parents=True, exist_ok=True)  # someone may have deleted it while the job waited
             process = processes.spawn(self._command(job, self._store.data_dir), log=job.log)
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))  # it waits until there is room
+            # A full disk, or a folder that takes no writes: it waits until somebody has seen to that.
+            full = error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
+            hint = "Free some room." if full else f"{cure_of(error)}." if takes_no_writes(error, job.folder) else ""
             reason = f"The trainer could not be started: {error.strerror or error}."
-            self._conclude(job, "paused" if full else "failed", reason, hint="Free some room." if full else "")
+            self._conclude(job, "paused" if hint else "failed", reason, hint=hint)
             return
         reach("claim: after the spawn")
         who = processes.identity(process.pid)
@@ -431,7 +464,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 pid = processes.pid_of(holder[0]) if holder else "unknown"
                 say(f"Another supervisor (pid {pid}) works on {store.data_dir}; this one leaves.")
                 return 0
-            with Sender(store, owner=processes.own_identity(), say=say):
+            with Sender(store, owner=processes.own_identity(), say=say), Freezer(store, say=say):
                 loop(supervisor, asked=asked)
     except UserError as error:
         print(error, file=sys.stderr)

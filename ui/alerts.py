@@ -27,9 +27,9 @@ def alerts_view(store: Store, texts: Texts, *, after: int | None) -> dict[str, A
     }
 
 
-def set_webhook(store: Store, address: str) -> None:
-    """Post alerts from now on to this address, with "" to nobody. Raises UserError."""
-    store.set_webhook(checked_address(address) if address.strip() else "")
+def set_webhook(store: Store, address: str, texts: Texts) -> None:
+    """Post alerts from now on to this address, with "" to nobody, in the page's language. Raises UserError."""
+    store.set_webhook(checked_address(address) if address.strip() else "", language=texts.language)
 
 
 def try_webhook(store: Store, address: str, texts: Texts) -> dict[str, Any]:

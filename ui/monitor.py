@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from jobs.job import UNSUCCESSFUL, Job, Series, Streamed
+from jobs.job import UNSUCCESSFUL, Job, Saves, Series, Streamed
 from jobs.store import Store
 from ui.charts import (
     DRIFT_COLUMNS,
@@ -78,7 +78,10 @@ def run_view(store: Store, wanted: int, cursor: Cursor, texts: Texts, *, with_lo
         "time": time.time(),
         "job": {**job_values(job, texts, held=store.queue_held), "skipped_steps": store.skipped_steps(job.id)},
         "figures": _figures(job, texts, checked=drifts.rows > 0, streams=streamed.steps > 0),
-        "notes": {"waits": written_text(job, streamed, texts)},
+        "notes": {
+            "waits": written_text(job, streamed, texts),
+            "speed": waited_text(store.saves(job.id), texts),
+        },
         "series": _series(store, job, cursor, streams=streamed.steps > 0),
         "telemetry": _telemetry(store, job, cursor),
         "drift": _source(drifts, DRIFT_COLUMNS),
@@ -169,6 +172,15 @@ def written_text(job: Job, streamed: Streamed, texts: Texts) -> str:
         all=f"{job.total_steps:,}",
         whole=format_terabytes(whole),
         share=format_percent(share_of_drive(whole)),
+    )
+
+
+def waited_text(saves: Saves, texts: Texts) -> str:
+    """How long checkpoints held the training up; "" before there was one."""
+    if not saves.checkpoints:
+        return ""
+    return texts["monitor.saves"].format(
+        count=f"{saves.checkpoints:,}", seconds=f"{saves.seconds:.1f}", each=f"{saves.seconds / saves.checkpoints:.2f}"
     )
 
 

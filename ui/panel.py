@@ -406,7 +406,7 @@ def _add_routes(app: FastAPI, services: Services) -> None:
 
     @app.post("/vramfit/data/webhook")
     def webhook(wish: Address, lang: str = "en") -> Response:
-        set_webhook(store, wish.address)
+        set_webhook(store, wish.address, texts_of(lang))
         return alerts(lang)
 
     @app.post("/vramfit/data/webhook/test")

@@ -163,13 +163,16 @@ class OutputChoice(Part):
     `keep_every` saves a checkpoint at every multiple of so many steps and keeps it for good, beside the newest
     `keep_checkpoints`; 0: none. `keep_best` keeps the checkpoint of the best evaluation, too, and exports that one.
     `automatic_resumes` is how often a run in the queue goes on by itself after its process was ended from outside and
-    had made progress."""
+    had made progress. `if_changed`: where data or model are others than when the run was queued, or than those of the
+    checkpoint it goes on from, it pauses until somebody resumes it (ask), goes on with what is there, or is refused;
+    other versions of libraries are told, and refused only with "refuse"."""
 
     checkpoint_every: Annotated[int, Field(ge=1, le=100_000_000)] | Auto = "auto"
     keep_checkpoints: Annotated[int, Field(ge=1, le=1000)] = 2
     keep_every: Annotated[int, Field(ge=0, le=100_000_000)] = 0
     keep_best: bool = False
     automatic_resumes: Annotated[int, Field(ge=0, le=100)] = 3
+    if_changed: Literal["ask", "go on", "refuse"] = "ask"
     evaluate_every: Annotated[int, Field(ge=0, le=100_000_000)] | Auto = "auto"
     prompts: tuple[str, ...] = ()
     sample_tokens: Annotated[int, Field(ge=0, le=4096)] = 120

@@ -10,6 +10,8 @@
     |   |-- HardwareError         a device that was asked for is absent or was lost
     |   |-- JobError              a job that does not exist or cannot make the asked-for change of state
     |   `-- CheckpointError       no usable checkpoint, or a damaged one
+    |       |-- Unwritable        a run's folder that takes no writes, which a person can cure
+    |       `-- Changed           data or model are others than those a run belongs to, and somebody has to say go on
     `-- InternalError             our own fault; the command line exits with 1
 
 A message has three parts: what (the setting or file), the limit with the actual number, and the remedy.
@@ -135,6 +137,14 @@ class JobError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint is missing, incomplete or damaged."""
+
+
+class Unwritable(CheckpointError):
+    """A run's folder takes no writes (its drive is read-only, or its rights forbid it), which a person can cure."""
+
+
+class Changed(CheckpointError):
+    """Data or model are others than when the run was queued or saved, and somebody has to say whether it goes on."""
 
 
 class InternalError(VramfitError):

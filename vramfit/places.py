@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
+from typing import Final
 
 from vramfit.errors import UserError
+
+UNWRITABLE: Final = (errno.EROFS, errno.EACCES)
+"""The system's errors for a folder that takes no writes and will again once somebody has seen to it."""
+
+
+def takes_no_writes(error: BaseException, folder: Path) -> bool:
+    """Whether an error says that something inside `folder` cannot be written, by its drive or by its rights."""
+    if not isinstance(error, OSError) or error.errno not in UNWRITABLE:
+        return False
+    return isinstance(error.filename, str | os.PathLike) and Path(error.filename).is_relative_to(folder)
+
+
+def cure_of(error: OSError) -> str:
+    """What makes a folder that takes no writes take them again, a sentence without its end."""
+    if error.errno == errno.EROFS:
+        return "Check the drive (the system makes one with errors read-only) and mount it for writing"
+    return "Give the folder back its right to be written to"
 
 
 def default_data_folder() -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -63,11 +64,17 @@ class Driven:
 
 
 @pytest.fixture
-def drive(store: Store) -> Iterator[Callable[..., Driven]]:
-    """Makes a driven supervisor; whatever it still runs at the end of the test is ended."""
+def drive(store: Store, drive_on: Callable[..., Driven]) -> Callable[..., Driven]:
+    """Makes a driven supervisor of the test's store."""
+    return functools.partial(drive_on, store)
+
+
+@pytest.fixture
+def drive_on() -> Iterator[Callable[..., Driven]]:
+    """Makes a driven supervisor of any store; whatever it still runs at the end of the test is ended."""
     made: list[Driven] = []
 
-    def make(patience: Patience = Patience()) -> Driven:  # noqa: B008
+    def make(store: Store, patience: Patience = Patience()) -> Driven:  # noqa: B008
         made.append(Driven(store, patience))
         return made[-1]
 

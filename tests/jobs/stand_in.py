@@ -114,6 +114,14 @@ def mishap(session: Attempt, wishes: dict[str, str]) -> None:
             )
             session.recorder.steps([metrics(1)])
             time.sleep(600)
+        case "locked":  # asked to stop, it stands still in the middle of a write
+            session.recorder.steps([metrics(1)])
+            session.recorder.flush()
+            while not session.should_stop():
+                time.sleep(0.01)
+            with session.store._write(durable=True):
+                (session.job.folder / "locked").touch()
+                os.kill(os.getpid(), signal.SIGSTOP)
         case "native":  # in a call that gives neither signals nor other threads a turn, and never returns
             session.recorder.steps([metrics(1)])
             session._over.set()  # so that no thread is in the middle of a write when all stand still

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import sqlite3
 import time
@@ -14,7 +15,7 @@ from jobs.attempt import Attempt, explain, insist
 from jobs.run_job import run
 from jobs.store import SUPERVISOR_LEASE, Store
 from vramfit.config import RunConfig
-from vramfit.errors import CheckpointError, InternalError, JobError, OutOfDisk, WontFit
+from vramfit.errors import CheckpointError, InternalError, JobError, OutOfDisk, Unwritable, WontFit
 from vramfit.training.health import watches_of_machine
 from vramfit.training.metrics import RunResult, StepMetrics, Telemetry
 from vramfit.units import GIB
@@ -102,6 +103,33 @@ def test_case_123_a_full_disk_pauses_the_run_with_the_remedy_and_resume_goes_on(
     store.claim_next("me")
     assert run(store, job, attempt=2, train=lambda session, resume: result(stopped=False)) == 0
     assert (store.job(job).state, store.job(job).failure) == ("succeeded", None)
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+def test_a_folder_that_takes_no_writes_pauses_the_run_and_another_file_does_not(
+    store: Store, job: int, code: int
+) -> None:
+    folder = store.job(job).folder
+
+    def fail(session: Attempt, resume: bool) -> RunResult:
+        raise OSError(code, os.strerror(code), str(folder / "blocks" / "3"))
+
+    assert run(store, job, attempt=1, train=fail) == 2
+    found = store.job(job)
+    assert found.state == "paused"
+    assert found.failure == f"The run's folder takes no writes ({os.strerror(code)}: {folder / 'blocks' / '3'})."
+    assert "then resume the run" in (found.remedy or "")
+    wrapped = Unwritable("A checkpoint could not be written", "Mount the drive.")
+    for error, state in ((OSError(code, os.strerror(code), "/elsewhere"), "failed"), (wrapped, "paused")):
+        store.enqueue(job)
+        claimed = store.claim_next("me")
+        assert claimed is not None
+
+        def fail_otherwise(session: Attempt, resume: bool, error: Exception = error) -> RunResult:
+            raise error
+
+        run(store, job, attempt=claimed.attempt, train=fail_otherwise)
+        assert store.job(job).state == state
 
 
 @pytest.fixture

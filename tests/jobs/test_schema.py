@@ -22,6 +22,8 @@ RELEASED = {
     "0004_waits": "92c8f0",
     "0005_going_on": "b0f0b3",
     "0006_alerts": "4a1e63",
+    "0007_saves": "d2e405",
+    "0008_frozen": "9aefc7",
 }
 
 

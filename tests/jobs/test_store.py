@@ -577,3 +577,15 @@ def test_streamed_steps_and_what_they_wrote_are_added_up(store: Store) -> None:
     assert (store.streamed(job.id), store.streamed(other)) == ((3, 2000), (0, 0))
     store.record(job.id, attempt=1, steps=[streamed(4, written_bytes=500)])  # done again after a resume
     assert store.streamed(job.id) == (3, 1500)
+
+
+def test_what_checkpoints_held_up_is_added_up(store: Store) -> None:
+    job = running(store)
+    waits = {3: 0.25, 5: 0.5, 70: 0.125}
+    rows = [replace(metrics(step), save_seconds=waits.get(step)) for step in range(1, 129)]
+    store.record(job.id, attempt=1, steps=rows)
+    assert store.saves(job.id) == (3, 0.875)
+    for points, stride in ((128, 1), (16, 8), (2, 64), (1, 128)):
+        found = store.series(job.id, max_points=points)
+        assert found.stride == stride
+        assert sum(value or 0 for value in found.columns["save_seconds"]) == 0.875

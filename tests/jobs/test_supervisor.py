@@ -15,10 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jobs import processes
+from jobs import processes, schema
 from jobs.store import SUPERVISOR_LEASE, Store
 from jobs.supervisor import LEASE_STALE_S, Patience, Supervisor, ensure_running, holder_alive
 from vramfit.config import OutputChoice, RunConfig
+from vramfit.errors import JobError
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 NO_STEP = "It does not go on by itself, because no step was done."
@@ -109,21 +110,30 @@ def test_a_job_whose_folder_was_deleted_while_it_waited_runs(store: Store, drive
     assert recorded_steps(store, id_) == list(range(1, 11))
 
 
-@pytest.mark.parametrize(("code", "state"), [(errno.ENOSPC, "paused"), (errno.EMFILE, "failed")])
+@pytest.mark.parametrize(
+    ("code", "state", "hint"),
+    [
+        (errno.ENOSPC, "paused", "Free some room."),
+        (errno.EROFS, "paused", "mount it for writing."),
+        (errno.EACCES, "paused", "Give the folder back its right to be written to."),
+        (errno.EMFILE, "failed", ""),
+    ],
+)
 def test_a_trainer_that_cannot_be_started_leaves_the_job_where_it_can_go_on(
-    store: Store, drive: Callable[..., object], monkeypatch: pytest.MonkeyPatch, code: int, state: str
+    store: Store, drive: Callable[..., object], monkeypatch: pytest.MonkeyPatch, code: int, state: str, hint: str
 ) -> None:
     id_ = add(store, steps=5)
     driven = drive()
 
     def refuse(*_: object, **__: object) -> None:
-        raise OSError(code, os.strerror(code))
+        raise OSError(code, os.strerror(code), str(store.job(id_).log))
 
     monkeypatch.setattr(processes, "spawn", refuse)
     driven.supervisor.step(0.0)
     job = store.job(id_)
     assert (job.state, job.failure) == (state, f"The trainer could not be started: {os.strerror(code)}.")
-    assert ("Free some room." in (job.remedy or "")) == (state == "paused")
+    assert (job.remedy or "").startswith(("Start it again", "Check the drive", hint or "Start it again"))
+    assert hint in (job.remedy or "")
     monkeypatch.undo()
     store.enqueue(id_)
     driven.until_over(id_)
@@ -216,6 +226,28 @@ def test_case_130_a_deaf_trainer_and_its_deaf_children_are_ended_in_bounded_time
     finally:
         stranger.kill()
         stranger.wait()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no process can be stopped by a signal on Windows")
+@pytest.mark.parametrize("journal", ["WAL", "TRUNCATE"])
+def test_a_trainer_that_stands_still_inside_a_write_is_ended_though_nobody_else_can_write(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, drive_on: Callable[..., object], journal: str
+) -> None:
+    """Without a write-ahead log (network file systems) nobody can even read while the write is being committed."""
+    monkeypatch.setattr(schema, "BUSY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(schema, "network_file_system", lambda _: None if journal == "WAL" else "nfs")
+    with Store(data_dir) as store:
+        id_ = add(store, mishap="locked")
+        driven = drive_on(store, HASTY)
+        driven.until(lambda: store.job(id_).step == 1)
+        trainer = processes.pid_of(store.job(id_).owner)
+        store.request_stop(id_)
+        driven.until(lambda: psutil.Process(trainer).status() == psutil.STATUS_STOPPED)
+        with pytest.raises(JobError, match="locked by another program"):
+            store.panel_alive()
+        driven.until(lambda: is_gone(trainer))
+        assert driven.until_over(id_).state == "cancelled"
+        assert [event.kind for event in store.events(id_)] == ["stop", "stop", "cancelled"]
 
 
 def test_case_135_a_trainer_that_never_returns_from_a_native_call_is_ended_and_the_queue_goes_on(

@@ -15,7 +15,7 @@ from jobs.store import SUPERVISOR_LEASE, Store
 from tests.receiver import receiving
 from ui.alerts import alerts_view, set_webhook
 from ui.panel import build
-from ui.texts import texts_of
+from ui.texts import LANGUAGES, texts_of
 from vramfit.errors import UserError
 
 EN, ZH = texts_of("en"), texts_of("zh")
@@ -95,7 +95,7 @@ def test_news_come_once_and_nothing_old_is_news(store: Store, seed_run: Callable
 def test_what_is_not_delivered_is_shown_until_the_address_is_saved_again(
     store: Store, seed_run: Callable[..., int]
 ) -> None:
-    set_webhook(store, HOOK)
+    set_webhook(store, HOOK, EN)
     run = seed_run(state="failed")
     assert alerts_view(store, EN, after=None)["troubles"] == []
 
@@ -109,15 +109,29 @@ def test_what_is_not_delivered_is_shown_until_the_address_is_saved_again(
 
     assert trouble(3) == f"Alert not delivered yet, try 3 of 12: Run {run} (Stories) failed. It answered 500."
     assert trouble(MOST_TRIES).startswith(f"Alert given up after 12 tries: Run {run} (Stories) failed. It answered")
-    set_webhook(store, HOOK)
+    set_webhook(store, HOOK, EN)
     assert alerts_view(store, EN, after=None)["troubles"] == []
     with pytest.raises(UserError):
-        set_webhook(store, "nonsense")
+        set_webhook(store, "nonsense", EN)
 
 
 def test_every_kind_of_alert_has_words() -> None:
     from typing import get_args
 
-    from jobs.alert import Kind
+    from jobs.alert import WORDS, Kind
 
     assert {f"alerts.{kind}" for kind in get_args(Kind)} <= EN.words.keys()
+    assert WORDS.keys() == LANGUAGES.keys()
+    assert all(words.keys() == {*get_args(Kind), "loss", "why", "end"} for words in WORDS.values())
+
+
+def test_alerts_are_posted_in_the_language_of_the_page_that_set_the_address(
+    store: Store, seed_run: Callable[..., int]
+) -> None:
+    set_webhook(store, HOOK, ZH)
+    failed = seed_run(state="failed")
+    text = store.alerts()[0].body["text"]
+    assert text == (f"训练 {failed}（Stories）失败。")
+    set_webhook(store, HOOK, EN)
+    again = seed_run(state="failed")
+    assert store.alerts()[0].body["text"] == f"Run {again} (Stories) failed."

@@ -268,3 +268,12 @@ def test_a_run_at_its_end_is_not_projected(store: Store, seed_run: SeedRun) -> N
         "for."
     )
     assert "All 2,000 steps make 2.1 TB" in written_text(replace(job, state="failed"), Streamed(20, 20 * 2**30), EN)
+
+
+def test_what_checkpoints_held_up_is_told_under_the_speed(store: Store, seed_run: SeedRun) -> None:
+    run, attempt = _at_work(store, seed_run)
+    assert _view(store, run)["notes"]["speed"] == ""
+    rows = [replace(_streamed(step, 0), save_seconds=seconds) for step, seconds in ((21, 0.5), (22, 1.0))]
+    store.record(run, attempt=attempt, steps=rows)
+    note = "Checkpoints so far: 2. Training waited 1.5 s for them, 0.75 s each."
+    assert _view(store, run)["notes"]["speed"] == note

@@ -82,6 +82,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "output.keep_best": ("Keep the best", "The checkpoint with the best test loss is kept and exported."),
     "output.keep_every": ("Keep for good every (steps)", "Those checkpoints are never deleted. 0: none."),
     "output.automatic_resumes": ("Automatic resumes", "After a crash or restart, while it made progress. 0: never."),
+    "output.if_changed": ("If data or model changed", "Since it was queued, or since the checkpoint. ask: it pauses."),
     "output.evaluate_every": ("Test every (steps)", "auto: about ten times a run; 0: never."),
     "output.prompts": ("Prompts", "Beginnings to be continued before and after, one a line. Empty: from the data."),
     "output.sample_tokens": ("Tokens per sample", "Length of the generated texts. 0: none."),
@@ -140,6 +141,9 @@ VALUES: dict[str, str] = {
     "adapter.start=eva": "EVA",
     "adapter.start=olora": "OLoRA",
     "adapter.start=orthogonal": "orthogonal",
+    "output.if_changed=ask": "ask",
+    "output.if_changed=go on": "go on with it",
+    "output.if_changed=refuse": "refuse",
     "output.export=adapter": "adapter",
     "output.export=merged": "merged model",
     "output.export=model": "model",
@@ -442,6 +446,7 @@ WORDS: dict[str, str] = {
     "monitor.stopping": "Stopping: a checkpoint is being saved…",
     "monitor.nocard": "No card in this run: memory is the trainer's own tensors and the process's resident set.",
     "monitor.thinned": "Each point stands for {stride} steps: their mean, for memory their maximum.",
+    "monitor.saves": "Checkpoints so far: {count}. Training waited {seconds} s for them, {each} s each.",
     "monitor.written": "{so_far} written to disk in {steps} steps, {each} a step. All {all} steps make {whole}: that "
     "is {share} of what a 4 TB consumer drive is rated for.",
     "monitor.written.ended": "{so_far} written to disk in {steps} steps, {each} a step: that is {share} of what a 4 TB "

@@ -71,6 +71,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "output.keep_best": ("保留最好的", "保留并导出测试损失最低的检查点。"),
     "output.keep_every": ("每几步永久保留", "这些检查点不会被删除。0：不保留。"),
     "output.automatic_resumes": ("自动继续次数", "崩溃或重启后，只要有进展就继续。0：从不。"),
+    "output.if_changed": ("数据或模型变了时", "与排队时或检查点相比。询问：暂停等待。"),
     "output.evaluate_every": ("每几步测试", "auto：全程约十次；0：不测试。"),
     "output.prompts": ("提示", "训练前后各续写一次的开头，每行一个。留空：取自数据。"),
     "output.sample_tokens": ("样本词元数", "生成文本的长度。0：不生成。"),
@@ -129,6 +130,9 @@ VALUES: dict[str, str] = {
     "adapter.start=eva": "EVA",
     "adapter.start=olora": "OLoRA",
     "adapter.start=orthogonal": "正交",
+    "output.if_changed=ask": "询问",
+    "output.if_changed=go on": "照样继续",
+    "output.if_changed=refuse": "拒绝",
     "output.export=adapter": "适配器",
     "output.export=merged": "合并后的模型",
     "output.export=model": "模型",
@@ -427,6 +431,7 @@ WORDS: dict[str, str] = {
     "monitor.stopping": "正在停止：保存检查点…",
     "monitor.nocard": "这次训练没有显卡：内存指训练器自己的张量和进程的常驻内存。",
     "monitor.thinned": "每个点代表 {stride} 步：取平均值，内存取最大值。",
+    "monitor.saves": "目前有 {count} 个检查点，训练为此共等待 {seconds} 秒，每个 {each} 秒。",
     "monitor.written": "{steps} 步共向磁盘写入 {so_far}，每步 {each}。全部 {all} 步将写入 {whole}："
     "相当于一块 4 TB 消费级硬盘额定写入量的 {share}。",
     "monitor.written.ended": "{steps} 步共向磁盘写入 {so_far}，每步 {each}："

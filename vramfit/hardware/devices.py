@@ -417,33 +417,57 @@ def _cores(environment: Mapping[str, str]) -> int:
     return max(1, min(limits))
 
 
-def _within_cgroup(total: int, free: int) -> tuple[int, int]:
-    """RAM and free RAM, not more than a container's or job's limit allows."""
-    for limit, used in zip(_cgroup_numbers("memory.max"), _cgroup_numbers("memory.current"), strict=False):
-        if limit and used and limit[0] < total:
-            total = int(limit[0])
-            free = min(free, max(0, int(limit[0] - used[0])))
+def free_ram_bytes() -> int:
+    """RAM that can be had now, within what a container's or job's limit leaves."""
+    memory = psutil.virtual_memory()
+    return _within_cgroup(memory.total, memory.available)[1]
+
+
+def _within_cgroup(total: int, free: int, *, groups: Sequence[Path] | None = None) -> tuple[int, int]:
+    """RAM and free RAM, not more than a container's or job's limit allows. Files that were read or written and could
+    be read again count as used there, but make room: what a checkpoint leaves in the page cache is free."""
+    for folder in _cgroup_folders() if groups is None else groups:
+        limit, used = _first_number(folder / "memory.max"), _first_number(folder / "memory.current")
+        if limit is not None and used is not None and limit < total:
+            total = int(limit)
+            free = min(free, max(0, int(limit - used + _cached_files(folder / "memory.stat"))))
     return total, free
+
+
+def _cached_files(stat: Path) -> int:
+    """Bytes of the page cache in a control group that a process which asks for memory gets."""
+    lines = (line.partition(" ") for line in _text_of(stat).splitlines())
+    return sum(int(value) for name, _, value in lines if name in ("inactive_file", "active_file"))
+
+
+def _first_number(path: Path) -> float | None:
+    """None where there is no such file, or it says "max"."""
+    word = _text_of(path).partition(" ")[0].strip()
+    return float(word) if word and word != "max" else None
 
 
 def _cgroup_numbers(name: str) -> list[list[float]]:
     """The file `name` of our control group and of each above it (Linux, version 2), as numbers; "max" is empty."""
+    found = [_text_of(folder / name).split() for folder in _cgroup_folders()]
+    return [[float(word) for word in words] if words and words[0] != "max" else [] for words in found]
+
+
+def _cgroup_folders() -> list[Path]:
+    """Our control group and each above it."""
     root = Path("/sys/fs/cgroup")
     try:
         own = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()[0].rpartition(":")[2].lstrip("/")
     except (OSError, IndexError):
         return []
     group = root / own
-    found = []
-    for folder in (group, *group.parents):
-        if not folder.is_relative_to(root):
-            break
-        try:
-            words = (folder / name).read_text(encoding="utf-8").split()
-        except OSError:
-            words = []
-        found.append([float(word) for word in words] if words and words[0] != "max" else [])
-    return found
+    return [folder for folder in (group, *group.parents) if folder.is_relative_to(root)]
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def _existing(folder: Path) -> Path:

@@ -6,6 +6,7 @@ Plain peft and plain transformers load it; nothing of ours is needed.
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,9 +16,10 @@ from torch import nn
 
 from vramfit.config import STARTER_MODEL, RunConfig
 from vramfit.engine.head import base_model
-from vramfit.errors import ModelError, OutOfDisk
+from vramfit.errors import ModelError, OutOfDisk, Unwritable
 from vramfit.faults import reach
 from vramfit.models.export_parts import Part, bytes_of, write_parts
+from vramfit.places import UNWRITABLE, cure_of
 from vramfit.units import format_bytes
 
 ExportKind = Literal["adapter", "merged", "model"]
@@ -73,6 +75,12 @@ def export_run(
             raise OutOfDisk(
                 f"The disk filled up while the result of {format_bytes(needed)} was written to {folder}",
                 "Free some space and resume the run: its checkpoints are kept.",
+            ) from error
+        cause = _forbidden(error)
+        if cause is not None:
+            raise Unwritable(
+                f"The result could not be written to {folder}: {cause.strerror}",
+                f"{cure_of(cause)}, then resume the run: its checkpoints are kept.",
             ) from error
         raise
     return folder
@@ -161,6 +169,14 @@ def _move(partial: Path, folder: Path) -> None:
         folder.rename(old)
     partial.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _forbidden(error: Exception) -> OSError | None:
+    """The system's error for a folder that takes no writes, where that is what is behind `error`."""
+    for code in UNWRITABLE:  # of the error that safetensors wraps only the text is left
+        if getattr(error, "errno", None) == code or f"(os error {code})" in str(error):
+            return OSError(code, os.strerror(code))
+    return None
 
 
 def _is_disk_full(error: Exception) -> bool:

@@ -240,6 +240,7 @@ def estimate_memory(
         disk_bytes=int((checkpoints + 1) * work.checkpoint + work.export(merged=merged) + work.disk_states),
         written_per_step_bytes=int(work.written_per_step),
         written_per_checkpoint_bytes=int(work.checkpoint),
+        save_copy_bytes=0 if work.trains_visitors else int(work.checkpoint),
     )
 
 

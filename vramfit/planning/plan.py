@@ -177,7 +177,10 @@ class MemoryEstimate:
 
     `peak_bytes` is allocated (tensors); `device_bytes` adds what the driver and allocator take, and is what must fit
     the budget; `low_bytes` to `high_bytes` is where the measured allocated peak is expected. `host_bytes` and
-    `disk_bytes` are what the run takes from RAM and disk; the written bytes are what wears a drive.
+    `disk_bytes` are what the run takes from RAM and disk; the written bytes are what wears a drive. `save_copy_bytes`
+    is a copy of what trains, in RAM, from which a checkpoint is written while training goes on (0: what trains is
+    written from its tier). A forecast has `saves_aside` where there is room for it, and counts it in `host_bytes`;
+    elsewhere a step waits until a checkpoint is written.
     """
 
     phases: tuple[PhaseMemory, ...]
@@ -188,6 +191,8 @@ class MemoryEstimate:
     disk_bytes: int
     written_per_step_bytes: int = 0
     written_per_checkpoint_bytes: int = 0
+    save_copy_bytes: int = 0
+    saves_aside: bool = False
 
     @property
     def peak(self) -> PhaseMemory:

@@ -61,6 +61,7 @@ def forecast_run(
 
 def _forecast(search: Search, found: Candidate) -> Forecast:
     """What is known of a candidate, with the reasons for its decisions."""
+    found = _with_copy(search, found)
     steps = total_steps(search.config, search.workload)
     return Forecast(
         plan=dataclasses.replace(found.plan, reasons=tuple(reasons(search, found))),
@@ -71,3 +72,13 @@ def _forecast(search: Search, found: Candidate) -> Forecast:
         seconds=steps * found.speed.step_seconds,
         alternatives=tuple(alternatives(search, found)),
     )
+
+
+def _with_copy(search: Search, found: Candidate) -> Candidate:
+    """Where RAM has room for a copy of what trains, checkpoints are written from that: steps need not wait."""
+    memory, on_cpu = found.memory, found.plan.device == "cpu"
+    room = found.plan.budget_bytes - memory.device_bytes if on_cpu else found.ram_bytes - memory.host_bytes
+    if not 0 < memory.save_copy_bytes <= room:
+        return found
+    host = memory.host_bytes + memory.save_copy_bytes
+    return dataclasses.replace(found, memory=dataclasses.replace(memory, host_bytes=host, saves_aside=True))

@@ -48,6 +48,7 @@ def reasons(search: Search, found: Candidate) -> Iterator[Choice]:
     yield from _optimizer_choices(config, plan)
     yield from _place_choices(plan, search.architecture)
     yield from _wear_choice(found)
+    yield _save_choice(found)
     yield from assumptions(search)
 
 
@@ -138,6 +139,17 @@ def _wear_choice(found: Candidate) -> Iterator[Choice]:
         value = say("disk.value", size=format_bytes(written))
         steps = max(1, DRIVE_RATED_BYTES // written)
         yield Choice(setting="disk writes", value=value, reason=say("disk.wear", steps=f"{steps:,}"))
+
+
+def _save_choice(found: Candidate) -> Choice:
+    """Whether training goes on while a checkpoint is written."""
+    memory = found.memory
+    if memory.saves_aside:
+        key, value = "saves.copy", "saves.aside"
+    else:
+        key, value = "saves.no_room" if memory.save_copy_bytes else "saves.tier", "saves.wait"
+    reason = say(key, size=format_bytes(memory.save_copy_bytes))
+    return Choice(setting="checkpoints", value=say(value), reason=reason)
 
 
 def _optimizer_choices(config: RunConfig, plan: Plan) -> Iterator[Choice]:

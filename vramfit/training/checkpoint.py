@@ -26,9 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vramfit.errors import CheckpointError, ModelError, OutOfDisk
+from vramfit.errors import CheckpointError, ModelError, OutOfDisk, Unwritable
 from vramfit.faults import reach
 from vramfit.models.files import check_safetensors
+from vramfit.places import UNWRITABLE, cure_of
 from vramfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -282,6 +283,11 @@ def _disk_error(error: OSError, root: Path, needed: int) -> OutOfDisk | Checkpoi
         return OutOfDisk(
             f"The disk filled up{quota} while a checkpoint of {format_bytes(needed)} was written to {root}",
             "Free some space and resume the run: older checkpoints are kept.",
+        )
+    if error.errno in UNWRITABLE:
+        return Unwritable(
+            f"A checkpoint could not be written to {root}: {error.strerror or error}",
+            f"{cure_of(error)}, then resume the run: older checkpoints are kept.",
         )
     return CheckpointError(
         f"A checkpoint could not be written to {root}: {error.strerror or error}",

@@ -26,7 +26,7 @@ from vramfit.engine.precision import COLLAPSED_LOSS_SCALE, described
 from vramfit.engine.reach import check_gradients_reach
 from vramfit.engine.resident import ResidentExecutor, StepResult
 from vramfit.engine.schedule import learning_rate_at
-from vramfit.errors import CheckpointError, DataError, ModelError, UserError, WontFit
+from vramfit.errors import Changed, CheckpointError, DataError, ModelError, UserError, WontFit
 from vramfit.faults import reach
 from vramfit.hardware.devices import Machine, probe
 from vramfit.models.adapter_start import start_from_inputs
@@ -43,6 +43,7 @@ from vramfit.training import checkpoint
 from vramfit.training.adapted_share import adapted_share
 from vramfit.training.compile_choice import settle
 from vramfit.training.health import Evaluations, Health, Refusals, Watches, named_rows
+from vramfit.training.inputs import IfChanged, changes, settle_changes, versions
 from vramfit.training.memory_care import MemoryCare, Note, care_for
 from vramfit.training.metrics import (
     DriftCheck,
@@ -57,6 +58,7 @@ from vramfit.training.metrics import (
 from vramfit.training.opening import open_executor
 from vramfit.training.rows_choice import LEAST_RUN_S, fastest_rows
 from vramfit.training.samples import prompt_ids, sample_prompts
+from vramfit.training.saver import FROM_ITS_PLACE, NOT_PLANNED, Saver
 from vramfit.training.vocabulary import with_known_tokens
 from vramfit.training.wear import wear_warning
 from vramfit.units import format_bytes, format_count
@@ -77,12 +79,14 @@ def train(
     recorder: Recorder,
     should_stop: Callable[[], bool] = lambda: False,
     resume: bool = False,
+    if_changed: IfChanged | None = None,
     machine: Machine | None = None,
 ) -> RunResult:
     """Train one run and leave its checkpoints and result in `folder`.
 
     Stops at the next step boundary, with a checkpoint, once `should_stop()` is true. With `resume` it goes on from the
-    newest complete checkpoint in `folder`. Raises UserError (WontFit, DataError, ModelError, ...) before step 1 when
+    newest complete checkpoint in `folder`; `if_changed` (None: the config's) is what to do where that is of other data
+    or another base. Raises UserError (WontFit, DataError, ModelError, ...) before step 1 when
     the run cannot work.
     """
     recorder.phase(PhaseProgress(name="loading", detail="the tokenizer"))
@@ -129,11 +133,12 @@ def train(
         care=care,
         recorder=recorder,
         folder=folder,
+        saver=Saver(copies=forecast.memory.saves_aside, needs=lambda: still_needed(forecast)),
     )
     run.report_preparation(forecast)
     run.check_adapters(architecture)
 
-    done = run.resume() if resume else 0
+    done = run.resume(if_changed or config.output.if_changed) if resume else 0
     run.tell(care.limit_rows(resumed=done > 0), step=done)
     if done == 0 and run.tries_rows(forecast.seconds):
         run.try_rows(cache=cache, step=done)
@@ -148,18 +153,21 @@ def train(
 
     recorder.phase(PhaseProgress(name="training", done=done, total=order.total_steps, unit="steps"))
     stopped = should_stop()
-    while done < order.total_steps and not stopped and not run.improves_no_more:
-        done += 1
-        reach("trainer: before a step")
-        if run.is_due(done, run.calibrate_every):
-            run.calibrate(done)
-        run.step(done)
-        reach("trainer: after a step")
-        stopped = should_stop()
-        better = run.is_due(done, run.evaluate_every) and run.evaluate(done)
-        if stopped or run.improves_no_more or run.saves_after(done) or (better and run.keeps_best):
-            run.save(done)
-        recorder.phase(PhaseProgress(name="training", done=done, total=order.total_steps, unit="steps"))
+    with run.saver:  # whatever ends the run, a checkpoint that is on its way is completed
+        while done < order.total_steps and not stopped and not run.improves_no_more:
+            done += 1
+            reach("trainer: before a step")
+            if run.is_due(done, run.calibrate_every):
+                run.calibrate(done)
+            run.step(done)
+            reach("trainer: after a step")
+            run.tell_saved()
+            stopped = should_stop()
+            better = run.is_due(done, run.evaluate_every) and run.evaluate(done)
+            if stopped or run.improves_no_more or run.saves_after(done) or (better and run.keeps_best):
+                run.save(done)
+            recorder.phase(PhaseProgress(name="training", done=done, total=order.total_steps, unit="steps"))
+        run.wait_until_saved(done)
 
     if stopped and done < order.total_steps:
         return run.result(done, stopped=True, export=None)
@@ -184,12 +192,14 @@ class _Run:
     care: MemoryCare
     recorder: Recorder
     folder: Path
+    saver: Saver
     final_loss: float | None = None
     eval_loss: float | None = None
     peak_allocated_bytes: int = 0
     micro_batch: int = field(init=False)
     health: Health = field(init=False)
     calibrate_every: int = field(init=False)
+    told_to_wait: bool = False
     _process: psutil.Process = field(default_factory=psutil.Process)
 
     def __post_init__(self) -> None:
@@ -323,20 +333,24 @@ class _Run:
         return self.config.output.keep_best
 
     def save(self, step: int) -> None:
-        """A checkpoint from which `resume` goes on exactly. After bad steps none: the last good ones stay."""
+        """A checkpoint from which `resume` goes on exactly. After bad steps none: the last good ones stay.
+
+        It is complete once `tell_saved` says so; what is wrong with the disk may be raised only there.
+        """
         if self.health.refusals.in_a_row or not self.executor.has_finite_weights():
             message = "No checkpoint was saved after a step without finite numbers; the last good one is kept."
             self._say("warning", "checkpoint", message, step=step)
             return
         self.recorder.phase(PhaseProgress(name="saving", done=step, total=self.order.total_steps, unit="steps"))
         tensors, values = self.executor.state()
-        checkpoint.save(
+        self.saver.save(
             self.folder / CHECKPOINTS,
             step=step,
             tensors=tensors,
             values={
                 "executor": values,
                 "identity": self._identity(),
+                "versions": versions(),
                 "micro_batch": self.micro_batch,
                 "final_loss": self.final_loss,
                 "eval_loss": self.eval_loss,
@@ -347,9 +361,28 @@ class _Run:
             best=self.health.evaluations.best_step if self.keeps_best else None,
             keep_every=self.config.output.keep_every,
         )
-        self._say("info", "checkpoint", f"Checkpoint saved at step {step}.", step=step)
+        self.tell_saved()
 
-    def resume(self) -> int:
+    def tell_saved(self) -> None:
+        """The checkpoints that were completed meanwhile. Raises what went wrong with one (OutOfDisk, ...)."""
+        for saved in self.saver.finished():
+            if saved.in_one_go and not self.told_to_wait:
+                self.told_to_wait = True
+                level: Literal["info", "warning"] = (
+                    "info" if saved.in_one_go in (FROM_ITS_PLACE, NOT_PLANNED) else "warning"
+                )
+                message = f"Training waits while a checkpoint is written: {saved.in_one_go}."
+                self._say(level, "checkpoint", message, step=saved.step)
+            self._say("info", "checkpoint", f"Checkpoint saved at step {saved.step}.", step=saved.step)
+
+    def wait_until_saved(self, done: int) -> None:
+        """Until the checkpoint that is on its way, if any, is complete. Raises as `tell_saved`."""
+        if self.saver.busy:
+            self.recorder.phase(PhaseProgress(name="saving", done=done, total=self.order.total_steps, unit="steps"))
+            self.saver.wait()
+        self.tell_saved()
+
+    def resume(self, if_changed: IfChanged) -> int:
         """Load the newest complete checkpoint and return its step; 0 when the run has none yet."""
         checkpoint.sweep(self.folder / CHECKPOINTS)
         found = checkpoint.newest(self.folder / CHECKPOINTS)
@@ -360,7 +393,8 @@ class _Run:
             self._say("warning", "resume", f"A newer checkpoint was passed over: {reason}.")
         saved = found.checkpoint
         try:
-            self._check_identity(saved.values["identity"])
+            self._check_identity(saved.values["identity"], if_changed, step=saved.step)
+            self._check_versions(saved.values.get("versions"), if_changed, step=saved.step)
             self.executor.load_state(saved.tensors, saved.values["executor"])
             self.final_loss, self.eval_loss = saved.values.get("final_loss"), saved.values["eval_loss"]
             self.peak_allocated_bytes = saved.values.get("peak_allocated_bytes", 0)
@@ -464,6 +498,7 @@ class _Run:
         memory, notes = self.care.after_step(step, result, seconds)
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, memory.allocated)
         self.final_loss = result.loss
+        waited = self.saver.take_waited()
         now = StepMetrics(
             step=step,
             time=time.time(),
@@ -479,6 +514,7 @@ class _Run:
             resident_bytes=self._process.memory_info().rss,
             loss_scale=result.loss_scale,
             skipped=result.skipped,
+            save_seconds=waited or None,
             **({} if result.waits is None else result.waits._asdict()),
         )
         self.recorder.steps([now])
@@ -531,14 +567,39 @@ class _Run:
             "base": weights_fingerprint(self.config),
         }
 
-    def _check_identity(self, saved: dict[str, Any]) -> None:
+    def _check_identity(self, saved: dict[str, Any], if_changed: IfChanged, *, step: int) -> None:
+        """Other settings are refused. Other data or another base: as `if_changed` says, while steps are left."""
         now = self._identity()
-        changed = [f"{name} was {saved.get(name)}, is {now[name]}" for name in now if saved.get(name) != now[name]]
-        if changed:
+        changed = [name for name in now if saved.get(name) != now[name]]
+        if not changed:
+            return
+        told = "; ".join(f"{name} was {saved.get(name)}, is {now[name]}" for name in changed)
+        follows = {"data": {"data", "sequences", "total_steps"}, "base": {"base"}}
+        parts = {part for part in follows if part in changed}
+        allowed = set().union(*(follows[part] for part in parts))
+        if set(changed) <= allowed and if_changed == "ask":
+            raise Changed(
+                f"The checkpoint belongs to another run: {told}",
+                "Restore what it was started with and resume, or resume as it is: then it goes on with what is there.",
+            )
+        if not set(changed) <= allowed or if_changed == "refuse":
             raise CheckpointError(
-                f"The checkpoint belongs to another run: {'; '.join(changed)}",
+                f"The checkpoint belongs to another run: {told}",
                 "Restore the data and settings it was started with, or start a new run.",
             )
+        if step >= self.order.total_steps:
+            raise CheckpointError(
+                f"The checkpoint is of step {step:,}, and the data that is there now makes {self.order.total_steps:,} "
+                "steps, so none is left to train",
+                "Restore the data it was started with, set more steps, or start a new run.",
+            )
+        self._say("warning", "changed", f"It goes on with what changed since step {step:,}: {told}.", step=step)
+
+    def _check_versions(self, saved: dict[str, str] | None, if_changed: IfChanged, *, step: int) -> None:
+        """Other libraries compute other last bits."""
+        found = changes({} if saved is None else {"versions": saved}, {"versions": versions()})
+        for message in settle_changes(found, if_changed, since=f"the checkpoint of step {step:,}"):
+            self._say("warning", "changed", message, step=step)
 
     def _say(
         self, level: Literal["info", "warning", "error"], kind: str, message: str, *, step: int | None = None
@@ -585,6 +646,13 @@ class _Run:
             peak_allocated_bytes=self.peak_allocated_bytes,
             export=str(export) if export else None,
         )
+
+
+def still_needed(forecast: Forecast) -> int:
+    """RAM that steps will ask for beyond what the process has now, bytes: where RAM is the device, what was planned."""
+    if forecast.plan.device != "cpu":
+        return 0
+    return forecast.memory.device_bytes - psutil.Process().memory_info().rss
 
 
 def _percent(share: float) -> str:

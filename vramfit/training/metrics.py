@@ -21,6 +21,7 @@ class StepMetrics:
     process's resident set. `loss_scale` is fp16's, None otherwise; `skipped` is True when it refused the step.
     Where the model streams, `link_seconds`, `optimizer_seconds` and `disk_seconds` are what the step waited for each,
     parts of `step_seconds`, and `written_bytes` what it wrote to disk; None where the model stays on the device.
+    `save_seconds` is what training waited for a checkpoint between the step before and this one, None for none.
     """
 
     step: int
@@ -41,6 +42,7 @@ class StepMetrics:
     optimizer_seconds: float | None = None
     disk_seconds: float | None = None
     written_bytes: int | None = None
+    save_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

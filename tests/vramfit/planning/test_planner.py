@@ -119,7 +119,39 @@ def test_a_cpu_computes_in_fp32_within_ram() -> None:
 
     assert found.plan.device == "cpu"
     assert found.plan.compute == found.plan.weight_format == "fp32"
-    assert found.memory.device_bytes == found.memory.host_bytes <= 11 * GIB
+    assert found.memory.device_bytes + found.memory.save_copy_bytes == found.memory.host_bytes <= 11 * GIB
+
+
+@pytest.mark.parametrize("on", ["laptop", "RTX 4090"])
+def test_a_checkpoint_is_written_from_a_copy_where_ram_has_room_for_one(on: str) -> None:
+    shape = model("HuggingFaceTB/SmolLM2-135M")
+
+    def on_machine(ram: int, budget: float | str = "auto") -> Forecast:
+        machine = laptop() if on == "laptop" else dataclasses.replace(machine_with(on), ram_bytes=ram)
+        within = wish("full", memory={"budget_gib": budget})
+        return forecast_run(within, architecture=shape, machine=machine, workload=LONG)
+
+    roomy = on_machine(64 * GIB)
+    copy = roomy.memory.save_copy_bytes
+    assert copy == 12 * shape.params  # fp32 weights and two moments
+    assert roomy.memory.saves_aside
+    assert "copy" in reason(roomy, "checkpoints")
+    least = roomy.memory.host_bytes - 1
+    tight = on_machine(64 * GIB, least / GIB) if on == "laptop" else on_machine(least)
+    if tight.plan == dataclasses.replace(roomy.plan, budget_bytes=tight.plan.budget_bytes, reasons=tight.plan.reasons):
+        assert not tight.memory.saves_aside
+        assert tight.memory.host_bytes == roomy.memory.host_bytes - copy
+        assert "does not fit in RAM" in reason(tight, "checkpoints")
+
+
+def test_what_trains_on_a_tier_is_written_from_there() -> None:
+    small = wish("full", memory={"budget_gib": 1.5}, data={"paths": ["data.json"], "max_length": 128})
+    found = forecast(small, of="HuggingFaceTB/SmolLM2-135M", on="laptop")
+
+    assert found.plan.weights_tier != "device"
+    assert found.memory.save_copy_bytes == 0
+    assert not found.memory.saves_aside
+    assert "one tensor at a time" in reason(found, "checkpoints")
 
 
 def test_case_092_a_card_without_bf16_computes_in_fp16_and_refuses_bf16() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vramfit.errors import CheckpointError, OutOfDisk, UserError
+from vramfit.errors import CheckpointError, OutOfDisk, Unwritable, UserError
 from vramfit.training import checkpoint
 
 
@@ -356,3 +356,24 @@ def test_a_header_of_an_impossible_length_is_refused(hostile: Path, length: int)
     (hostile / checkpoint.TENSORS).write_bytes(length.to_bytes(8, "little") + b"{}")
     forge(hostile)
     assert "cannot be read" in refusal(hostile.parent)
+
+
+@pytest.mark.parametrize(
+    ("code", "cure"), [(errno.EROFS, "mount it for writing"), (errno.EACCES, "Give the folder back its right")]
+)
+def test_a_folder_that_takes_no_writes_is_told_with_its_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, cure: str
+) -> None:
+    write(tmp_path, 1)
+
+    def refuse(point: str) -> None:
+        if point == "save: tensors written":
+            raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "reach", refuse)
+        with pytest.raises(Unwritable, match=os.strerror(code)) as told:
+            write(tmp_path, 2)
+    assert cure in told.value.remedy
+    assert checkpoint.steps(tmp_path) == [1]
+    assert checkpoint.leftovers(tmp_path) == []

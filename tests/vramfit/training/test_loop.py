@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from vramfit.config import RunConfig
-from vramfit.errors import CheckpointError, DataError, ModelError, OutOfDisk, UserError, WontFit
+from vramfit.errors import Changed, CheckpointError, DataError, ModelError, OutOfDisk, UserError, WontFit
 from vramfit.models import stored
-from vramfit.training import checkpoint
+from vramfit.training import checkpoint, loop
+from vramfit.training.inputs import versions
 from vramfit.training.loop import CHECKPOINTS, train
 
 Build = Callable[..., RunConfig]
@@ -152,8 +153,31 @@ def test_resume_with_other_data_is_refused_by_name(
     heard = kept()
     train(small_run(), folder=tmp_path / "run", cache=cache, recorder=heard, should_stop=stop_after(heard, 2))
     rows_file.write_text(rows_file.read_text(encoding="utf-8").replace("berries", "stones"), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="data was"):
+    with pytest.raises(Changed, match="data was"):  # somebody has to say go on
         train(small_run(), folder=tmp_path / "run", cache=cache, recorder=kept(), resume=True)
+    with pytest.raises(CheckpointError, match="seed was 42, is 7") as refused:
+        train(small_run(seed=7), folder=tmp_path / "run", cache=cache, recorder=kept(), resume=True)
+    assert not isinstance(refused.value, Changed)
+
+
+def test_other_data_and_libraries_are_told_and_go_on_where_that_is_chosen(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = small_run(output={"if_changed": "go on", "prompts": [], "sample_tokens": 0, "evaluate_every": 0})
+    first, second = kept(), kept()
+    train(chosen, folder=tmp_path / "run", cache=cache, recorder=first, should_stop=stop_after(first, 3))
+    rows_file.write_text(rows_file.read_text(encoding="utf-8").replace("fox", "hen"), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="data was") as refused:
+        train(chosen, folder=tmp_path / "run", cache=cache, recorder=kept(), resume=True, if_changed="refuse")
+    assert not isinstance(refused.value, Changed)
+    monkeypatch.setattr(loop, "versions", lambda: {**versions(), "torch": "0.1"})
+    result = train(chosen, folder=tmp_path / "run", cache=cache, recorder=second, resume=True)
+    assert (result.steps, [step.step for step in second.metrics]) == (7, [4, 5, 6, 7])
+    told = [event.message for event in second.events if event.kind == "changed"]
+    assert len(told) == 2
+    assert "It goes on with what changed since step 3: data was " in told[0]
+    assert told[1].startswith("The versions changed since the checkpoint of step 3: torch was ")
+    assert told[1].endswith(", is 0.1.")
 
 
 def test_resume_without_a_checkpoint_says_so_and_begins(

@@ -1,0 +1,125 @@
+"""Queued jobs get marks of what they are made from, and a job whose data changed meanwhile asks before it starts."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jobs import run_job
+from jobs.attempt import Attempt
+from jobs.freezer import Freezer
+from jobs.run_job import check_inputs, run
+from jobs.store import SUPERVISOR_LEASE, Store
+from vramfit.config import RunConfig
+from vramfit.training.metrics import RunResult
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\n', encoding="utf-8")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def terminated() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def config_of(rows: Path, if_changed: str = "ask") -> RunConfig:
+    return RunConfig.parse({"data": {"paths": [str(rows)]}, "output": {"if_changed": if_changed}})
+
+
+def trained(session: Attempt, resume: bool) -> RunResult:
+    """What the trainer does before it trains, and nothing else."""
+    job = session.job
+    check_inputs(session, "go on" if job.accepted else job.config.output.if_changed)
+    return RunResult(
+        steps=1, total_steps=1, stopped=False, final_loss=1.0, eval_loss=None, peak_allocated_bytes=0, export=None
+    )
+
+
+def attempt(store: Store, id_: int) -> None:
+    store.take_lease(SUPERVISOR_LEASE, owner="me", alive=lambda *_: True)
+    claimed = store.claim_next("me")
+    assert claimed is not None and claimed.id == id_
+    run(store, id_, attempt=claimed.attempt, train=trained)
+
+
+def test_each_waiting_job_is_marked_once_and_again_when_its_settings_change(store: Store, rows: Path) -> None:
+    first, aside = store.add_job(config_of(rows)), store.add_job(config_of(rows), draft=True)
+    freezer = Freezer(store)
+    assert [freezer.freeze_next() for _ in range(3)] == [True, True, False]
+    marks = store.job(first).frozen
+    assert marks is not None and list(marks["data"]) == [str(rows)]
+    assert store.job(aside).frozen == marks
+    rows.write_text('{"text": "b"}\n', encoding="utf-8")
+    assert not freezer.freeze_next()
+    store.replace_config(first, config_of(rows, "refuse"))
+    assert store.job(first).frozen is None
+    store.freeze(first, config=config_of(rows), marks=marks)  # taken of the settings before: too late
+    assert store.job(first).frozen is None
+    assert freezer.freeze_next()
+    assert store.job(first).frozen != marks
+
+
+def test_a_thread_marks_what_is_queued(store: Store, rows: Path, eventually: object) -> None:
+    assert callable(eventually)
+    with Freezer(store, poll_s=0.01):
+        id_ = store.add_job(config_of(rows))
+        eventually(lambda: store.job(id_).frozen is not None)
+
+
+def test_data_that_changed_in_the_queue_pauses_the_run_until_it_is_resumed(store: Store, rows: Path) -> None:
+    id_ = store.add_job(config_of(rows))
+    Freezer(store).freeze_next()
+    rows.write_text('{"text": "b"}\n', encoding="utf-8")
+    attempt(store, id_)
+    job = store.job(id_)
+    assert job.state == "paused"
+    assert job.failure == f"The data changed since the run was queued: {rows} has changed."
+    assert "resume as it is" in (job.remedy or "")
+    assert job.resumable and not job.accepted
+    store.enqueue(id_)
+    assert store.job(id_).accepted
+    assert store.job(id_).frozen is None
+    attempt(store, id_)
+    assert store.job(id_).state == "succeeded"
+    assert store.job(id_).frozen is not None
+
+
+@pytest.mark.parametrize(("choice", "state"), [("go on", "succeeded"), ("refuse", "failed")])
+def test_the_config_may_say_what_is_done(store: Store, rows: Path, choice: str, state: str) -> None:
+    id_ = store.add_job(config_of(rows, choice))
+    Freezer(store).freeze_next()
+    rows.unlink()
+    attempt(store, id_)
+    assert store.job(id_).state == state
+    told = f"The data changed since the run was queued: {rows} is gone."
+    if choice == "go on":
+        assert [event.message for event in store.events(id_) if event.kind == "changed"] == [told]
+    else:
+        assert store.job(id_).failure == told
+
+
+def test_nothing_changed_is_nothing_said(store: Store, rows: Path) -> None:
+    id_ = store.add_job(config_of(rows, "refuse"))
+    Freezer(store).freeze_next()
+    attempt(store, id_)
+    assert store.job(id_).state == "succeeded"
+    assert store.events(id_) == []
+
+
+def test_the_real_trainer_looks_before_it_trains(store: Store, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    id_ = store.add_job(config_of(rows, "refuse"))
+    Freezer(store).freeze_next()
+    rows.write_text('{"text": "c"}\n', encoding="utf-8")
+    store.take_lease(SUPERVISOR_LEASE, owner="me", alive=lambda *_: True)
+    assert store.claim_next("me") is not None
+    assert run(store, id_, attempt=1, train=run_job._train) == 2
+    assert "has changed" in (store.job(id_).failure or "")
