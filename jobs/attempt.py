@@ -137,7 +137,7 @@ class Attempt:
         sampler, watches = Sampler(_UNKNOWN), watches_of_machine(0)
         self._read_machine(sampler, watches)
         try:
-            device = probe(self.store.data_dir).device(self.job.config.device)
+            device = probe(self.store.data_dir).device(self.job.asked_config.device)
             sampler = Sampler(device)
             watches = watches_of_machine(device.memory_bytes if device.kind != "cpu" else 0)
         except VramfitError as error:

@@ -52,7 +52,7 @@ class Job:
     last attempt began, None while it has not. `after` is the job that has to succeed first, with `after_anyway` only to
     end; `after_state` is the state of that one. `go_on`: once it has ended as asked, it goes back into the queue.
     `frozen` are the marks of what it is made from, as that was when it was queued. `accepted`: it was paused because
-    something had changed, and somebody resumed it.
+    something had changed, and somebody resumed it. `device` is where its last attempt was started, by torch's name.
     """
 
     id: int
@@ -91,6 +91,7 @@ class Job:
     go_on: bool
     frozen: Marks | None
     accepted: bool
+    device: str | None
 
     @property
     def active(self) -> bool:
@@ -138,6 +139,11 @@ class Job:
         if self.state != "queued" or self.after is None or self.after_state == "succeeded":
             return False
         return not (self.after_anyway and self.after_state in UNSUCCESSFUL)
+
+    @property
+    def asked_config(self) -> RunConfig:
+        """The settings with "auto" replaced by the device that the queue gave it."""
+        return self.config if self.device is None else self.config.model_copy(update={"device": self.device})
 
     @property
     def lost_folder(self) -> str:

@@ -13,14 +13,17 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 from jobs import processes
 from jobs.attempt import Attempt
+from jobs.beside import left_beside
 from jobs.job import Job
 from jobs.store import Store
 from vramfit.engine.accelerators import prepare_allocator
 from vramfit.engine.threads import let_threads_sleep
 from vramfit.errors import UserError
+from vramfit.hardware.devices import probe
 from vramfit.training import checkpoint
 from vramfit.training.inputs import IfChanged, changes, marks_of, settle_changes
 from vramfit.training.metrics import Event, PhaseProgress, RunResult
@@ -74,14 +77,19 @@ def _train(session: Attempt, resume: bool) -> RunResult:
     job: Job = session.job
     if_changed = "go on" if job.accepted else job.config.output.if_changed
     check_inputs(session, if_changed)
+    others = [other for other in session.store.active_jobs() if other.id != job.id]
+    machine, told = left_beside(probe(job.folder), others)
+    for message in told:
+        tell(session, "info", "memory", message)
     return train(
-        job.config,
+        job.asked_config,
         folder=job.folder,
         cache=session.store.data_dir / "cache",
         recorder=session.recorder,
         should_stop=session.should_stop,
         resume=resume,
         if_changed=if_changed,
+        machine=machine,
     )
 
 
@@ -95,8 +103,13 @@ def check_inputs(session: Attempt, if_changed: IfChanged) -> None:
         session.store.freeze(job.id, config=job.config, marks=now)
         return
     for message in settle_changes(changes(job.frozen, now), if_changed, since="the run was queued"):
-        print(message, flush=True)
-        session.recorder.event(Event(time=time.time(), level="warning", kind="changed", message=message))
+        tell(session, "warning", "changed", message)
+
+
+def tell(session: Attempt, level: Literal["info", "warning"], kind: str, message: str) -> None:
+    """An event of the run, for the log as well."""
+    print(message, flush=True)
+    session.recorder.event(Event(time=time.time(), level=level, kind=kind, message=message))
 
 
 def _listen(session: Attempt) -> None:

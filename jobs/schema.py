@@ -262,6 +262,12 @@ def _frozen(db: Any) -> None:
     db.execute("CREATE INDEX jobs_unfrozen ON jobs (id) WHERE frozen IS NULL")
 
 
+@migrations(name="0009_devices")  # type: ignore[untyped-decorator,unused-ignore]
+def _devices(db: Any) -> None:
+    """On which device the last attempt of a job was started."""
+    db.execute("ALTER TABLE jobs ADD COLUMN device TEXT")
+
+
 # Append new migrations here. Never change or remove one that was released.
 
 VERSION: Final = len(migrations._migrations)

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -83,7 +83,7 @@ _JOB_COLUMNS: Final = (
     "coalesce(eval_loss, (SELECT loss FROM evaluations WHERE job = jobs.id ORDER BY step DESC LIMIT 1)) AS eval_loss, "
     "peak_allocated_bytes, export, failure, remedy, resumes, losses, step_before, checkpoint_before, after, "
     "after_anyway, (SELECT state FROM jobs AS first WHERE first.id = jobs.after) AS after_state, go_on, "
-    "frozen, accepted, "
+    "frozen, accepted, device, "
     "coalesce((SELECT max(step) FROM metrics WHERE job = jobs.id), 0) AS step"
 )
 _TABLES_OF_JOBS: Final = (
@@ -98,6 +98,7 @@ _TABLES_OF_JOBS: Final = (
 )
 _WEBHOOK: Final = "webhook"  # the names of settings
 _LANGUAGE: Final = "language of alerts"
+_DEVICES: Final = "devices"
 _ALERT_COLUMNS: Final = "id, job, kind, about, body, created_at, tries, next_try_at, sent_at, error"
 _UNOWNED: Final = "job NOT IN (SELECT id FROM jobs)"
 _SETTABLE: Final = frozenset(
@@ -680,30 +681,67 @@ class Store:
 
     # ---- the supervisor's and trainer's side ------------------------------------------------------------------
 
-    def claim_next(self, owner: str) -> Job | None:
-        """Move the first queued job that waits for no other one to `starting`, attempt + 1.
+    def claim_next(self, owner: str, devices: Sequence[str] = ("cpu",), *, held: Collection[str] = ()) -> Job | None:
+        """Move the first queued job that waits for no other one, and whose device is free, to `starting`, attempt + 1.
 
-        None while one is active, or the queue is held.
+        `devices` are this machine's, best first, the CPU last. One job at a time is on each; one that leaves the choice
+        gets the first card that is free, or the CPU where there is no card. `held` are those that are not free although
+        no job is on them. None while none may start, or the queue is held. A job whose device is not there waits, and
+        others pass it.
 
         `owner` must hold the supervisor's lease; JobError when it lost it.
         """
         now = self.clock()
+        with self._reported():
+            if self._first_with_a_device(self._db, devices, held) is None:  # mostly: nothing to write
+                return None
         with self._write(durable=True) as db:
             lease = self._one("SELECT owner FROM leases WHERE name = ?", [SUPERVISOR_LEASE])
             if lease is None or lease["owner"] != owner:
                 raise JobError("Another supervisor holds the lease of this data folder", "Let that one work.")
-            if self._one(f"SELECT 1 FROM jobs WHERE state IN {_in(ACTIVE)} LIMIT 1"):
+            chosen = self._first_with_a_device(db, devices, held)
+            if chosen is None:
                 return None
-            row = self._one(f"SELECT id FROM jobs WHERE {_CLAIMABLE} ORDER BY position, id LIMIT 1")
-            if row is None:
-                return None
+            id_, device = chosen
             db.execute(
                 "UPDATE jobs SET state = 'starting', attempt = attempt + 1, owner = NULL, phase = ?, claimed_at = ?, "
                 "heartbeat_at = ?, started_at = NULL, finished_at = NULL, stop_requested_at = NULL, failure = NULL, "
-                "remedy = NULL, step_before = NULL, checkpoint_before = NULL, go_on = 0 WHERE id = ?",
-                [_json(dataclasses.asdict(PhaseProgress(name="starting"))), now, now, row["id"]],
+                "remedy = NULL, step_before = NULL, checkpoint_before = NULL, go_on = 0, device = ? WHERE id = ?",
+                [_json(dataclasses.asdict(PhaseProgress(name="starting"))), now, now, device, id_],
             )
-        return self.job(row["id"])
+        return self.job(id_)
+
+    def _first_with_a_device(self, db: Any, devices: Sequence[str], held: Collection[str]) -> tuple[int, str] | None:
+        """The job to start next and the device for it."""
+        by_itself = tuple(name for name in devices if name != "cpu") or tuple(devices)
+        wish = "json_extract(config, '$.device')"
+        busy = {
+            device or (wished if wished != "auto" else next(iter(by_itself), ""))
+            for device, wished in db.execute(f"SELECT device, {wish} FROM jobs WHERE state IN {_in(ACTIVE)}")
+        }
+        free = [name for name in devices if name not in busy and name not in held]
+        if not free:
+            return None
+        named = ", ".join("?" * len(free))
+        auto = next((name for name in by_itself if name in free), None)
+        row = db.execute(
+            f"SELECT id, {wish} FROM jobs WHERE {_CLAIMABLE} AND ({wish} IN ({named}) OR (? AND {wish} = 'auto')) "
+            "ORDER BY position, id LIMIT 1",
+            [*free, auto is not None],
+        ).fetchone()
+        return None if row is None else (int(row[0]), str(auto if row[1] == "auto" else row[1]))
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The machine's devices as the supervisor last found them, best first; () while nobody looked."""
+        with self._reported():
+            row = self._one("SELECT value FROM settings WHERE name = ?", [_DEVICES])
+        return () if row is None else tuple(json.loads(row["value"]))
+
+    def set_devices(self, names: Sequence[str]) -> None:
+        """Note what devices the machine has."""
+        with self._write(durable=False) as db:
+            db.execute("INSERT OR REPLACE INTO settings (name, value) VALUES (?, ?)", [_DEVICES, _json(list(names))])
 
     def set_owner(self, id_: int, *, attempt: int, owner: str) -> None:
         """Note which process is this attempt's trainer, unless it said so itself already or the attempt is over.

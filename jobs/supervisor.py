@@ -1,4 +1,4 @@
-"""The supervisor: python -m jobs.supervisor --data-dir DIR. Claims queued jobs one by one, starts and watches trainers.
+"""The supervisor: python -m jobs.supervisor --data-dir DIR. Claims jobs, one a device, starts and watches trainers.
 
 A job whose trainer was ended from outside goes on by itself while it makes progress, a few times; see jobs/death.py.
 One per data folder, by lease. It owns no run: killed, it leaves the trainer at work, and the next supervisor adopts
@@ -23,6 +23,7 @@ from typing import Final, Literal
 
 from jobs import file_systems, processes
 from jobs.death import MOST_LOSSES, cause_of, obstacle
+from jobs.device_watch import DeviceWatch
 from jobs.freezer import Freezer
 from jobs.job import Job, State
 from jobs.store import PANEL_LEASE, SUPERVISOR_LEASE, Store
@@ -67,6 +68,7 @@ class _Trainer:
 
     job: int
     attempt: int
+    device: str | None
     who: str | None  # None: spawned by an earlier supervisor and not yet known
     process: subprocess.Popen[bytes] | None  # None: adopted
     since: float
@@ -102,10 +104,13 @@ class Supervisor:
         *,
         command: Callable[[Job, Path], Sequence[str]] = trainer_command,
         patience: Patience = Patience(),
+        devices: Callable[[], Sequence[str]] | None = None,
     ) -> None:
         self._store, self._command, self._patience = store, command, patience
+        self._devices = devices or DeviceWatch(store.data_dir).names
+        self._noted_devices: tuple[str, ...] | None = None
         self._who = processes.own_identity()
-        self._trainer: _Trainer | None = None
+        self._trainers: dict[int, _Trainer] = {}  # by job: one on each device
         self._renewed_at = float("-inf")
         self._panel_beat: float | None = None
         self._busy_at: float | None = None
@@ -157,9 +162,8 @@ class Supervisor:
         self._tell_later()
         active = self._store.active_jobs()
         self._watch(active, now)
-        if self._trainer is None and not active:
-            self._claim(now)
-        return not self._idle(now, busy=bool(active) or self._trainer is not None)
+        self._claim(now)
+        return not self._idle(now, busy=bool(active) or bool(self._trainers))
 
     # ---- watching ---------------------------------------------------------------------------------------------
 
@@ -167,16 +171,18 @@ class Supervisor:
         for job in active:
             if job.foreground:
                 self._watch_foreground(job)
-            elif self._trainer is None:
+            elif job.id not in self._trainers:
                 self._adopt(job, now)
-        trainer = self._trainer
-        if trainer is None:
-            return
+        self._dead_before = False
+        for trainer in list(self._trainers.values()):
+            self._watch_trainer(trainer, now)
+
+    def _watch_trainer(self, trainer: _Trainer, now: float) -> None:
         if trainer.who is None:
             trainer.who = self._store.job(trainer.job).owner
         if trainer.ended(now, start=self._patience.start):
             self._bury(trainer)
-            self._trainer = None
+            del self._trainers[trainer.job]
             return
         job = self._store.job(trainer.job)
         if job.active and job.attempt == trainer.attempt:
@@ -191,10 +197,9 @@ class Supervisor:
 
     def _adopt(self, job: Job, now: float) -> None:
         """An active job from before this supervisor: its trainer lives, or will be found dead in this same round."""
-        self._trainer = _watched(job, job.owner, None, now)
+        self._trainers[job.id] = trainer = _watched(job, job.owner, None, now)
         if self._dead_before:
-            self._dead_before = False
-            self._trainer.lost = True
+            trainer.lost = True
             self._store.count_loss(job.id, attempt=job.attempt)
         say(f"Found job {job.id} {job.state}; watching its trainer ({job.owner}).")
 
@@ -279,12 +284,15 @@ class Supervisor:
             trainer.stop_seen_at = now
         writing = job.phase is not None and job.phase.name in ("saving", "exporting")
         trainer.stop_allowed = self._patience.stop * (10 if writing else 1)
-        self._press(now)
+        self._press_one(trainer, now)
 
     def _press(self, now: float) -> None:
         """End what is overdue, without a word to the database before it is done."""
-        trainer = self._trainer
-        if trainer is None or trainer.who is None or trainer.stop_seen_at is None or trainer.pressed == "kill":
+        for trainer in self._trainers.values():
+            self._press_one(trainer, now)
+
+    def _press_one(self, trainer: _Trainer, now: float) -> None:
+        if trainer.who is None or trainer.stop_seen_at is None or trainer.pressed == "kill":
             return
         allowed, waited = trainer.stop_allowed, now - trainer.stop_seen_at
         if trainer.pressed == "no" and waited >= allowed:
@@ -320,28 +328,32 @@ class Supervisor:
 
     # ---- starting ---------------------------------------------------------------------------------------------
 
-    def _lingering(self, now: float) -> _Trainer | None:
-        """A trainer from before this supervisor whose job has ended, while its process still leaves and holds the card.
+    def _find_lingering(self, now: float) -> None:
+        """Trainers from before this supervisor whose job has ended, while their process still leaves and holds a card.
 
         Its job no longer names it, so the processes are looked through, once: later trainers are this one's children.
         """
         for who, line in processes.running(TRAINER, "--data-dir", str(self._store.data_dir), "--attempt").items():
             id_, attempt = line[line.index(TRAINER) + 1], line[line.index("--attempt") + 1]
             with contextlib.suppress(JobError, ValueError):  # no trainer of ours has such a command line
-                trainer = _watched(self._store.job(int(id_)), who, None, now, attempt=int(attempt))
-                say(f"The trainer of job {id_} has not left yet ({who}); waiting for it.")
-                return trainer
-        return None
+                if int(id_) not in self._trainers:
+                    self._trainers[int(id_)] = _watched(self._store.job(int(id_)), who, None, now, attempt=int(attempt))
+                    say(f"The trainer of job {id_} has not left yet ({who}); waiting for it.")
 
     def _claim(self, now: float) -> None:
         if not self._looked_for_lingering:
-            self._trainer = self._lingering(now)
-            self._looked_for_lingering = self._trainer is None
-            if self._trainer is not None:
-                return
-        job = self._store.claim_next(self._who)
-        if job is None:
-            return
+            self._looked_for_lingering = True
+            self._find_lingering(now)
+        there = tuple(self._devices())
+        if there and there != self._noted_devices:
+            self._store.set_devices(there)
+            self._noted_devices = there
+        held = {trainer.device or there[0] for trainer in self._trainers.values() if there}
+        while (job := self._store.claim_next(self._who, there, held=held)) is not None:
+            held.add(job.device or "")  # also where it did not come to be: not all that waits is tried in one round
+            self._start(job, now)
+
+    def _start(self, job: Job, now: float) -> None:
         try:
             reach("claim: before the spawn")
             job.folder.mkdir(parents=True, exist_ok=True)  # someone may have deleted it while the job waited
@@ -355,7 +367,7 @@ class Supervisor:
             return
         reach("claim: after the spawn")
         who = processes.identity(process.pid)
-        self._trainer = _watched(job, who, process, now)
+        self._trainers[job.id] = _watched(job, who, process, now)
         if who is not None:
             self._store.set_owner(job.id, attempt=job.attempt, owner=who)
         say(f"Started job {job.id}, attempt {job.attempt}, pid {process.pid}.")
@@ -410,6 +422,7 @@ def _watched(
     return _Trainer(
         job=job.id,
         attempt=job.attempt if attempt is None else attempt,
+        device=job.device,
         who=who,
         process=process,
         since=now,

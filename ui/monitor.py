@@ -76,7 +76,10 @@ def run_view(store: Store, wanted: int, cursor: Cursor, texts: Texts, *, with_lo
     drifts, streamed = _drifts(store, job, cursor), store.streamed(job.id)
     return {
         "time": time.time(),
-        "job": {**job_values(job, texts, held=store.queue_held), "skipped_steps": store.skipped_steps(job.id)},
+        "job": {
+            **job_values(job, texts, held=store.queue_held, devices=store.devices),
+            "skipped_steps": store.skipped_steps(job.id),
+        },
         "figures": _figures(job, texts, checked=drifts.rows > 0, streams=streamed.steps > 0),
         "notes": {
             "waits": written_text(job, streamed, texts),
@@ -92,8 +95,9 @@ def run_view(store: Store, wanted: int, cursor: Cursor, texts: Texts, *, with_lo
     }
 
 
-def job_values(job: Job, texts: Texts, *, held: bool = False) -> dict[str, Any]:
-    """A job as the pages show it; Runs and Monitor use the same words for it. `held`: the queue starts nothing now."""
+def job_values(job: Job, texts: Texts, *, held: bool = False, devices: Sequence[str] = ()) -> dict[str, Any]:
+    """A job as the pages show it; Runs and Monitor use the same words for it. `held`: the queue starts nothing now.
+    `devices` are the machine's, () while nobody looked."""
     config = job.config
     # Someone may have moved or deleted the result; then there is nothing to go on from.
     export = job.folder / job.export if job.export and is_folder(job.folder / job.export) else None
@@ -121,7 +125,7 @@ def job_values(job: Job, texts: Texts, *, held: bool = False) -> dict[str, Any]:
         "remedy": job.remedy,
         "stop_requested": job.stop_requested,
         "resumable": job.resumable,
-        "waits": waits_text(job, texts, held=held),
+        "waits": waits_text(job, texts, held=held, devices=devices),
         "folder": str(job.folder),
         "method": texts.value("method", config.method),
         "model": short_model(config.model.source),
@@ -131,12 +135,19 @@ def job_values(job: Job, texts: Texts, *, held: bool = False) -> dict[str, Any]:
     }
 
 
-def waits_text(job: Job, texts: Texts, *, held: bool) -> str:
+def without_device(job: Job, devices: Sequence[str]) -> bool:
+    """Whether a queued job names a device that the machine does not have now."""
+    return job.state == "queued" and bool(devices) and job.config.device not in ("auto", *devices)
+
+
+def waits_text(job: Job, texts: Texts, *, held: bool, devices: Sequence[str] = ()) -> str:
     """Why a queued job does not start though it may be its turn; "" when nothing holds it up."""
     if job.blocked:
         ended = job.after_state in UNSUCCESSFUL
         state = texts[f"state.{job.after_state}"]
         return texts["runs.waits.ended" if ended else "runs.waits"].format(id=job.after, state=state)
+    if without_device(job, devices):
+        return texts["runs.waits.device"].format(device=job.config.device, there=texts["list.comma"].join(devices))
     return texts["runs.held"] if held and job.state == "queued" else ""
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Final
 
+from jobs.job import Job
 from jobs.store import Store
-from ui.monitor import job_values, pause, resume, stop
+from ui.monitor import job_values, pause, resume, stop, without_device
 from ui.texts import Texts
 from vramfit.errors import UserError
 
@@ -15,22 +18,46 @@ SHOWN: Final = 200
 
 def runs_view(store: Store, texts: Texts) -> dict[str, Any]:
     """What is at work, then what waits in its order, then the newest SHOWN of the others, as plain JSON values."""
-    held, queued = store.queue_held, store.queued_jobs(limit=SHOWN)
+    held, queued, there = store.queue_held, store.queued_jobs(limit=SHOWN), store.devices
     others = [job for job in store.jobs(limit=SHOWN) if not job.active and job.state != "queued"]
     runs = [job_values(job, texts, held=held) for job in (*store.active_jobs(), *others)]
     waiting = [
         {
-            **job_values(job, texts, held=held),
+            **job_values(job, texts, held=held, devices=there),
             "place": place,
             "changeable": job.step == 0,
             "after": job.after,
             "after_anyway": job.after_anyway,
-            "blocked": job.blocked,
+            "blocked": job.blocked or without_device(job, there),
         }
         for place, job in enumerate(queued, start=1)
     ]
     at_work = sum(run["active"] for run in runs)
-    return {"time": time.time(), "held": held, "runs": [*runs[:at_work], *waiting, *runs[at_work:]]}
+    return {
+        "time": time.time(),
+        "held": held,
+        "devices": devices_text(store, queued, texts),
+        "runs": [*runs[:at_work], *waiting, *runs[at_work:]],
+    }
+
+
+def devices_text(store: Store, queued: Sequence[Job], texts: Texts) -> list[str]:
+    """For each device that has work or waits for some: what runs there, and how many runs wait for it."""
+    active = {job.device or job.config.device: job.id for job in store.active_jobs()}
+    waits = Counter(job.config.device for job in queued)
+    told = []
+    for name in dict.fromkeys((*store.devices, *active, *sorted(waits))):
+        if name not in active and not waits[name]:
+            continue
+        shown = texts["runs.device.auto"] if name == "auto" else name
+        busy = texts["runs.device.runs"].format(id=active[name]) if name in active else texts["runs.device.free"]
+        if name == "auto" or (store.devices and name not in store.devices):
+            busy = "" if name == "auto" else texts["runs.device.gone"]
+        some = texts["runs.device.waiting"].format(count=waits[name]) if waits[name] else ""
+        told.append(
+            texts["runs.device"].format(device=shown, what=texts["list.comma"].join(filter(None, (busy, some))))
+        )
+    return told
 
 
 def act(store: Store, action: str, run: int, *, after: int = 0, anyway: bool = False) -> None:

@@ -45,7 +45,8 @@ class Driven:
 
     def __init__(self, store: Store, patience: Patience) -> None:
         self.store, self.now = store, 0.0
-        self.supervisor = Supervisor(store, command=stand_in_command, patience=patience)
+        self.devices: tuple[str, ...] = ("cpu",)
+        self.supervisor = Supervisor(store, command=stand_in_command, patience=patience, devices=lambda: self.devices)
         assert self.supervisor.start()
 
     def until(self, reached: Callable[[], bool], *, seconds: float = 20.0) -> None:
@@ -59,7 +60,7 @@ class Driven:
 
     def until_over(self, id_: int) -> Job:
         """Until the job has ended and its process is gone. (Private, but the only sign of the latter.)"""
-        self.until(lambda: self.store.job(id_).final and self.supervisor._trainer is None)
+        self.until(lambda: self.store.job(id_).final and id_ not in self.supervisor._trainers)
         return self.store.job(id_)
 
 
@@ -80,11 +81,11 @@ def drive_on() -> Iterator[Callable[..., Driven]]:
 
     yield make
     for driven in made:
-        trainer = driven.supervisor._trainer
-        if trainer is not None and trainer.who is not None:
-            processes.kill(trainer.who)
-            if trainer.process is not None:
-                trainer.process.wait(5)
+        for trainer in driven.supervisor._trainers.values():
+            if trainer.who is not None:
+                processes.kill(trainer.who)
+                if trainer.process is not None:
+                    trainer.process.wait(5)
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ RELEASED = {
     "0006_alerts": "4a1e63",
     "0007_saves": "d2e405",
     "0008_frozen": "9aefc7",
+    "0009_devices": "c635cc",
 }
 
 

@@ -22,7 +22,8 @@
       VF.make("button", { class: ["vf-button vf-button-small", ...more].join(" "), type: "button", "data-act": act }, text);
     const hold = button("hold", "");
     const heldNote = VF.make("span", { class: "vf-held" });
-    const bar = VF.make("div", { class: "vf-queue-bar", hidden: true }, hold, heldNote);
+    const places = VF.make("span", { class: "vf-sub", "data-part": "devices" });
+    const bar = VF.make("div", { class: "vf-queue-bar", hidden: true }, hold, heldNote, places);
     root.append(notice, empty, bar, table);
 
     // A pressed button waits for the next answer: a double click is one.
@@ -103,7 +104,7 @@
       drawAfter(made, job, runs);
     };
 
-    const draw = ({ runs, time, held }) => {
+    const draw = ({ runs, time, held, devices }) => {
       VF.show(empty, runs.length === 0);
       VF.show(table, runs.length > 0);
       VF.show(bar, runs.length > 0);
@@ -111,6 +112,7 @@
       hold.disabled = false;
       VF.text(hold, VF.word(held ? "runs.release" : "runs.hold"));
       VF.text(heldNote, held ? VF.word("runs.held") : "");
+      VF.text(places, devices.join(" · "));
       const known = new Set(runs.map((job) => job.id));
       for (const [id, made] of rows) if (!known.has(id)) { made.row.remove(); rows.delete(id); }
       const waiting = runs.filter((job) => job.state === "queued").length;

@@ -518,6 +518,13 @@ WORDS: dict[str, str] = {
     "runs.hold": "Hold the queue",
     "runs.release": "Let the queue go on",
     "runs.held": "The queue is held: nothing starts until you let it go on.",
+    "runs.device": "{device}: {what}",
+    "runs.device.auto": "auto",
+    "runs.device.runs": "run {id}",
+    "runs.device.free": "free",
+    "runs.device.gone": "not there",
+    "runs.device.waiting": "{count} waiting",
+    "runs.waits.device": "Waits for {device}, which this machine does not have now; it has {there}. Others go on.",
     "runs.waits": "Waits for run {id} ({state}).",
     "runs.waits.ended": "Run {id}, which it comes after, is {state}. Resume that one, or let this one start "
     "all the same.",

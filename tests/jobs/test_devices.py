@@ -1,0 +1,150 @@
+"""A queue for each device: one job at a time on each, in order, none held up by a device that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jobs import processes
+from jobs.beside import left_beside
+from jobs.device_watch import FRESH_S, DeviceWatch
+from jobs.store import SUPERVISOR_LEASE, Store
+from tests.jobs.test_supervisor import HASTY
+from vramfit.config import RunConfig
+from vramfit.hardware.catalogue import machine_with
+from vramfit.hardware.devices import Device
+from vramfit.units import GIB
+
+CARDS = ("cuda:0", "cuda:1", "cpu")
+
+
+def add(store: Store, device: str, **wishes: object) -> int:
+    name = " ".join(f"{key}={value}" for key, value in {"steps": 400, "delay": 0.05, **wishes}.items())
+    return store.add_job(RunConfig(name=name, device=device))
+
+
+def claims(store: Store, *, devices: tuple[str, ...] = CARDS, held: tuple[str, ...] = ()) -> list[tuple[int, str]]:
+    """What is claimed one after the other until nothing more may start."""
+    store.take_lease(SUPERVISOR_LEASE, owner="me", alive=lambda *_: True)
+    found = []
+    while (job := store.claim_next("me", devices, held=held)) is not None:
+        found.append((job.id, str(job.device)))
+    return found
+
+
+def test_each_device_takes_its_own_jobs_in_order_and_auto_the_first_free_card(store: Store) -> None:
+    wishes = ("cuda:1", "cuda:1", "auto", "auto", "cpu", "cuda:0")
+    ids = [add(store, wish) for wish in wishes]
+    assert claims(store) == [(ids[0], "cuda:1"), (ids[2], "cuda:0"), (ids[4], "cpu")]
+    assert store.job(ids[2]).asked_config.device == "cuda:0"
+    assert store.job(ids[2]).config.device == "auto"
+    assert store.queue() == [ids[1], ids[3], ids[5]]
+    store.transition(ids[2], expected=("starting",), state="succeeded", attempt=1)
+    assert claims(store) == [(ids[3], "cuda:0")]  # it came before the one that names that card
+    store.transition(ids[0], expected=("starting",), state="succeeded", attempt=1)
+    assert claims(store) == [(ids[1], "cuda:1")]
+
+
+def test_without_a_card_auto_is_the_cpu(store: Store) -> None:
+    first, second = add(store, "auto"), add(store, "auto")
+    assert claims(store, devices=("cpu",)) == [(first, "cpu")]
+    assert store.queue() == [second]
+
+
+def test_a_device_that_is_not_there_or_is_held_keeps_only_its_own_jobs(store: Store) -> None:
+    gone, other, auto = add(store, "cuda:7"), add(store, "cuda:1"), add(store, "auto")
+    assert claims(store, held=("cuda:0",)) == [(other, "cuda:1")]
+    assert claims(store, devices=(*CARDS, "cuda:7")) == [(gone, "cuda:7"), (auto, "cuda:0")]
+
+
+def test_a_held_queue_starts_nothing_anywhere_and_a_foreground_run_takes_its_device(store: Store) -> None:
+    store.begin_foreground(RunConfig(device="auto"), owner=processes.own_identity())
+    ids = [add(store, wish) for wish in ("cuda:0", "cuda:1", "cpu")]
+    store.hold_queue(True)
+    assert claims(store) == []
+    store.hold_queue(False)
+    assert claims(store) == [(ids[1], "cuda:1"), (ids[2], "cpu")]
+
+
+def test_what_cannot_start_now_writes_nothing(store: Store) -> None:
+    add(store, "cpu")
+    assert len(claims(store)) == 1
+    add(store, "cpu")
+    before = store._db.execute("PRAGMA data_version").fetchone()[0]
+    with Store(store.data_dir) as other:
+        for _ in range(3):
+            assert other.claim_next("me", CARDS) is None
+    assert store._db.execute("PRAGMA data_version").fetchone()[0] == before
+
+
+def test_two_devices_train_at_once_stop_apart_and_are_adopted_both(
+    store: Store, drive: Callable[..., Any], eventually: Callable[..., None]
+) -> None:
+    one, two, then = add(store, "cuda:0"), add(store, "cpu"), add(store, "cpu", steps=3)
+    driven = drive(HASTY)
+    driven.devices = CARDS
+    driven.until(lambda: store.job(one).step > 0 and store.job(two).step > 0)
+    assert store.job(one).owner != store.job(two).owner
+    assert store.job(then).state == "queued"
+    assert store.devices == CARDS
+    driven.supervisor.stop()
+    again = drive(HASTY)
+    again.devices = CARDS
+    again.supervisor.step(0.0)
+    assert set(again.supervisor._trainers) == {one, two}
+    started = [trainer.process for trainer in driven.supervisor._trainers.values()]
+    driven.supervisor._trainers.clear()  # the first supervisor is gone; its children are this process's all the same
+    store.request_stop(two)
+    assert again.until_over(two).state == "cancelled"
+    assert store.job(one).state == "running"
+    assert again.until_over(then).state == "succeeded"
+    assert store.job(one).attempt == 1
+    store.request_stop(one)
+    assert again.until_over(one).state == "cancelled"
+    assert all(process.wait(5) is not None for process in started)
+
+
+def test_a_job_starts_once_its_device_is_there(store: Store, drive: Callable[..., Any]) -> None:
+    late, other = add(store, "cuda:1", steps=3), add(store, "cpu", steps=3)
+    driven = drive(HASTY)
+    driven.until_over(other)
+    assert store.job(late).state == "queued"
+    driven.devices = CARDS
+    assert driven.until_over(late).state == "succeeded"
+
+
+def test_ram_of_a_run_beside_is_left_to_it(store: Store) -> None:
+    first = add(store, "cuda:0")
+    claims(store)
+    store.set_owner(first, attempt=1, owner=processes.own_identity())
+    store._db.execute("UPDATE jobs SET forecast = ?", [f'{{"memory": {{"host_bytes": {20 * GIB}}}}}'])
+    cpu = Device(
+        kind="cpu", name="CPU", torch_device="cpu", identity="cpu", memory_bytes=64 * GIB, free_bytes=40 * GIB,
+        bf16=False, fp16=False,
+    )  # fmt: skip
+    card = machine_with("RTX 4090").devices[0]
+    machine = replace(machine_with("RTX 4090"), devices=(card, cpu), ram_bytes=64 * GIB, ram_free_bytes=40 * GIB)
+    left, told = left_beside(machine, store.active_jobs())
+    assert left.ram_bytes == 44 * GIB
+    assert 20 * GIB < left.ram_free_bytes < 22 * GIB  # this process has some of what its plan takes already
+    assert left.devices[0] == card
+    assert left.devices[1].free_bytes == left.ram_free_bytes
+    assert len(told) == 1 and told[0].startswith("Run 1 on cuda:0 takes 20.0 GiB of RAM by its plan, 1")
+    store._db.execute("UPDATE jobs SET forecast = NULL")
+    assert left_beside(machine, store.active_jobs()) == (machine, [])
+
+
+def test_devices_are_looked_for_behind_and_again_after_a_while(tmp_path: Path, eventually: Callable[..., None]) -> None:
+    now = [0.0]
+    watch = DeviceWatch(tmp_path, clock=lambda: now[0])
+    assert watch.names() == ()
+    eventually(lambda: watch.names() != ())
+    assert watch.names()[-1] == "cpu"
+    first = watch._thread
+    watch.names()
+    assert watch._thread is first
+    now[0] = FRESH_S + 1
+    watch.names()
+    assert watch._thread is not first
