@@ -162,7 +162,7 @@ class Supervisor:
         self._tell_later()
         active = self._store.active_jobs()
         self._watch(active, now)
-        self._claim(now)
+        self._claim(active, now)
         return not self._idle(now, busy=bool(active) or bool(self._trainers))
 
     # ---- watching ---------------------------------------------------------------------------------------------
@@ -340,7 +340,8 @@ class Supervisor:
                     self._trainers[int(id_)] = _watched(self._store.job(int(id_)), who, None, now, attempt=int(attempt))
                     say(f"The trainer of job {id_} has not left yet ({who}); waiting for it.")
 
-    def _claim(self, now: float) -> None:
+    def _claim(self, active: Sequence[Job], now: float) -> None:
+        """Start what may start. The devices of jobs that were `active` when the round began are left for the next."""
         if not self._looked_for_lingering:
             self._looked_for_lingering = True
             self._find_lingering(now)
@@ -348,7 +349,7 @@ class Supervisor:
         if there and there != self._noted_devices:
             self._store.set_devices(there)
             self._noted_devices = there
-        held = {trainer.device or there[0] for trainer in self._trainers.values() if there}
+        held = {each.device or there[0] for each in (*self._trainers.values(), *active) if there}
         while (job := self._store.claim_next(self._who, there, held=held)) is not None:
             held.add(job.device or "")  # also where it did not come to be: not all that waits is tried in one round
             self._start(job, now)
