@@ -349,7 +349,8 @@ class Supervisor:
         if there and there != self._noted_devices:
             self._store.set_devices(there)
             self._noted_devices = there
-        held = {each.device or there[0] for each in (*self._trainers.values(), *active) if there}
+        held = {trainer.device or there[0] for trainer in self._trainers.values() if there}
+        held |= {job.device or there[0] for job in active if there}
         while (job := self._store.claim_next(self._who, there, held=held)) is not None:
             held.add(job.device or "")  # also where it did not come to be: not all that waits is tried in one round
             self._start(job, now)
