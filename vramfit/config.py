@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -301,7 +301,7 @@ _WITHOUT_LAST_BLOCKS: Final = {
 
 def _cross_field_problems(config: RunConfig) -> list[Problem]:
     """What no single field can see."""
-    problems = []
+    problems = list(_asked_in_vain(config))
     if not all(path.strip() for path in config.data.paths):
         problems.append(Problem(field="data.paths", what="data.paths holds an empty path", remedy="Name a file."))
     starter_data = [path for path in config.data.paths if path.startswith("starter:")]
@@ -347,6 +347,35 @@ def _cross_field_problems(config: RunConfig) -> list[Problem]:
             )
         )
     return problems
+
+
+def _asked_in_vain(config: RunConfig) -> Iterator[Problem]:
+    """Wishes that nothing could fulfil in what was chosen beside them."""
+    output, health = config.output, config.health
+    why = (
+        "evaluate_every is 0" if output.evaluate_every == 0 else "eval_share is 0" if not config.data.eval_share else ""
+    )
+    if why:
+        remedy = "Set output.evaluate_every to auto." if output.evaluate_every == 0 else "Set data.eval_share above 0."
+        wanting = {
+            "output.keep_best": output.keep_best,
+            "health.patience": health.patience > 0,
+            "output.evaluate_every": output.evaluate_every not in ("auto", 0),
+        }
+        for field in (name for name, wanted in wanting.items() if wanted):
+            yield Problem(field=field, what=f"{field} needs evaluations, and {why}: there are none", remedy=remedy)
+    if health.raise_precision and health.calibrate_every == 0:
+        yield Problem(
+            field="health.raise_precision",
+            what="health.raise_precision needs comparisons with fp32, and calibrate_every is 0: there are none",
+            remedy="Set health.calibrate_every to a number of steps, such as 10.",
+        )
+    if config.memory.activations == "compress" and config.memory.compile not in ("auto", "off"):
+        yield Problem(
+            field="memory.compile",
+            what="memory.compile cannot reach blocks whose activations are compressed, and all of them are",
+            remedy="Set memory.compile to off, or memory.activations to auto, keep or recompute.",
+        )
 
 
 def _problems(error: pydantic.ValidationError) -> list[Problem]:

@@ -394,6 +394,7 @@ WORDS: dict[str, str] = {
     "phase.backward": "backward",
     "phase.step": "optimizer step",
     "phase.evaluation": "evaluation",
+    "phase.calibration": "comparison with fp32",
     "part.weights": "Weights",
     "part.adapters": "Adapters",
     "part.gradients": "Gradients",

@@ -379,6 +379,7 @@ WORDS: dict[str, str] = {
     "phase.backward": "反向",
     "phase.step": "优化器更新",
     "phase.evaluation": "测试",
+    "phase.calibration": "与 fp32 比较",
     "part.weights": "权重",
     "part.adapters": "适配器",
     "part.gradients": "梯度",

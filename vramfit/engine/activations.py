@@ -2,11 +2,13 @@
 
 Recompute (Chen et al. 2016, "Training deep nets with sublinear memory cost") keeps one hidden state per block and runs
 the block's forward again in backward: about a third more compute, and bit-exactly the same gradients, wherever the
-hidden state waits. Compression changes gradients a little (see `compression.py`) and computes nothing again.
+hidden state waits. Buffers move once (see `moving_buffers.py`), and no cache of keys and values gets anything.
+Compression changes gradients a little (see `compression.py`) and computes nothing again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vramfit.engine.compression import Codec, InputCompressor
+from vramfit.engine.moving_buffers import MovingBuffers
 from vramfit.engine.offload import HostInputs
 from vramfit.engine.randomness import rounding_generator
 from vramfit.errors import ModelError
@@ -124,6 +127,7 @@ class _Changed:
         self.host = host
         self.compressor: InputCompressor | None = None
         self._block = weakref.ref(block)
+        self._buffers: MovingBuffers | None = None  # made anew with each mode: modules may have been put in between
 
     def set(self, mode: Mode, codec: Codec) -> None:
         if self.compressor is not None:
@@ -132,16 +136,27 @@ class _Changed:
         assert block is not None
         self.mode = mode
         self.compressor = InputCompressor(block, codec) if mode == "compress" else None
+        self._buffers = MovingBuffers(block) if mode in ("recompute", "offload") else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.mode == "keep" or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         if self.compressor is not None:
             return self.compressor.run(self.forward, *args, **kwargs)
+        args, kwargs = _without_cache(self._block(), args, kwargs)
         if self.mode == "recompute":
-            # Non-reentrant: works when only adapters inside the block need gradients and its input does not.
-            return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+            return self._again(self.forward, args, kwargs)
         return self._offloaded(args, kwargs)
+
+    def _again(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._buffers is not None
+        noted = self._buffers.note()
+        # Non-reentrant: works when only adapters inside the block need gradients and its input does not.
+        result = checkpoint(
+            forward, *args, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), noted), **kwargs
+        )
+        self._buffers.learn(noted)
+        return result
 
     def _offloaded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Recomputed from an input that waits in RAM. Only what is given by position can wait elsewhere."""
@@ -152,7 +167,22 @@ class _Changed:
             forward = functools.partial(_by_name, forward, name)
         hidden = next(value for value in args if isinstance(value, Tensor))
         with self.host.sending(hidden):
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            return self._again(forward, args, kwargs)
+
+
+def _without_cache(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A cache of keys and values would get them a second time when the block is computed again, and training has no use
+    for one: transformers' blocks take None for it. Blocks that only read one say so."""
+    if getattr(block, "_can_checkpoint_with_cache", False):
+        return args, kwargs
+    kept = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+    if kept.get("use_cache"):
+        kept["use_cache"] = False
+    return tuple(None if _is_cache(value) else value for value in args), kept
+
+
+def _is_cache(value: Any) -> bool:
+    return any(kind.__name__ == "Cache" for kind in type(value).__mro__)
 
 
 def _by_name(forward: Callable[..., Any], name: str, hidden: Tensor, **kwargs: Any) -> Any:

@@ -177,6 +177,11 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 state[spec.name] = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
         return state
 
+    def formats_by_state(self, parameter: nn.Parameter) -> Mapping[str, LowBit]:
+        """Which states of a weight are kept in few bits, and how."""
+        rules = [group["rule"] for group in self.param_groups for each in group["params"] if each is parameter]
+        return self._formats_of(parameter, self._rules[rules[0] if rules else next(iter(self._rules))])
+
     def _formats_of(self, parameter: nn.Parameter, rule: Rule) -> dict[str, LowBit]:
         if self._bits == 32 or parameter.ndim < 2 or parameter.numel() < SMALL:
             return {}

@@ -214,6 +214,13 @@ def count_launches(work: Callable[[], object], device: torch.device) -> int:
     return sum(event.name().startswith("aten::") for event in events)
 
 
+def plain_pass(executor: ResidentExecutor, blocks: CompiledBlocks, piece: Piece) -> None:
+    """Forward and backward once without the compiler, which stays off; nothing else is changed."""
+    blocks.on = False
+    with nothing_changed(executor):
+        _pass(executor, piece)
+
+
 def _pass(executor: ResidentExecutor, piece: Piece) -> None:
     """Forward and backward; gradients are made and let go."""
     executor.gradients(piece, scale=executor.loss_scale)
@@ -222,10 +229,11 @@ def _pass(executor: ResidentExecutor, piece: Piece) -> None:
 
 @contextlib.contextmanager
 def nothing_changed(executor: ResidentExecutor) -> Iterator[None]:
-    """Random numbers are drawn as if nothing had happened, and no gradient stays."""
+    """Random numbers are drawn as if nothing had happened, buffers are put back, and no gradient stays."""
     before = random_state(executor.device)
     try:
-        yield
+        with executor.recovery.buffers_kept():
+            yield
     finally:
         set_random_state(executor.device, before)
         executor.optimizer.zero_grad(set_to_none=True)

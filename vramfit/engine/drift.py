@@ -62,7 +62,10 @@ class Calibrator:
 
     def check(self, batch: Batch) -> Check:
         """Compare on one micro-batch, on as many of its rows as fit memory in fp32. Never raises."""
-        piece = self._executor.pieces(batch)[0]
+        with self._executor.recovery.buffers_kept():
+            return self._check(self._executor.pieces(batch)[0])
+
+    def _check(self, piece: Piece) -> Check:
         before = random_state(self._executor.device)
         while True:
             try:

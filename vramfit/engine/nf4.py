@@ -203,6 +203,18 @@ class Nf4Linear(nn.Linear):
             made.register_buffer(name, None, persistent=False)
         return made
 
+    @classmethod
+    def of_library(cls, linear: Any, dtype: torch.dtype) -> Nf4Linear:
+        """In place of bitsandbytes' linear with the same 4 bits, computed as `dequantise` does."""
+        state = linear.weight.quant_state
+        made = cls.of(nn.Linear(1, 1, bias=False))
+        made.in_features, made.out_features, made.bias = linear.in_features, linear.out_features, linear.bias
+        hollow = torch.empty((), dtype=dtype, device=linear.weight.device).expand(made.out_features, made.in_features)
+        made.weight = nn.Parameter(hollow, requires_grad=False)
+        made.codes, made.scales = linear.weight.data.view(-1), state.absmax
+        made.scale_scales, made.offset = state.state2.absmax, state.offset.view(1)
+        return made
+
     def unpacked(self) -> Tensor:
         """The weight [outputs, inputs] as numbers."""
         parts = Quantised(**{name: getattr(self, name) for name in PARTS})

@@ -1,7 +1,11 @@
-"""An optimizer's states as tensors and plain values, and back, bit for bit: what a checkpoint keeps of it."""
+"""An optimizer's states as tensors and plain values, and back, bit for bit: what a checkpoint keeps of it.
+
+States of the same optimizer in other bits are converted on the way back: read as fp32, and rounded to the new levels.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -11,9 +15,13 @@ from torch import Tensor, nn
 from vramfit.engine import bitsandbytes_states
 from vramfit.engine.chunked import ChunkedOptimizer
 from vramfit.engine.host_states import HostStates
+from vramfit.engine.low_bit import LowBit
 from vramfit.errors import CheckpointError
 
 MASTER: Final = "master"
+_KIND: Final = re.compile(r"(?P<rules>\S+) in (?P<bits>32|8|4) bits")
+_CODES, _SCALES = "_codes", "_scales"
+_UNSIGNED: Final = "exp_avg_sq"
 
 
 def optimizer_state(
@@ -41,9 +49,11 @@ def load_optimizer_state(
 ) -> None:
     """Put the result of `optimizer_state` back; the weights themselves are back already.
 
-    Raises CheckpointError when it is of another optimizer.
+    States of other bits than this optimizer's are converted. Raises CheckpointError when they are of another one.
     """
-    check_kind(optimizer, values)
+    bits = other_bits(optimizer, values)
+    if not bits:
+        check_kind(optimizer, values)
     numbers = dict(values.get("numbers", {}))
     keys: dict[str, list[str]] = {}
     for whole in [*tensors, *numbers]:
@@ -56,7 +66,37 @@ def load_optimizer_state(
         state = {
             key: numbers[f"{name}.{key}"] if f"{name}.{key}" in numbers else tensors[f"{name}.{key}"] for key in own
         }
+        if bits:
+            state = _converted(optimizer, trained[name], state, bits)
         _put_back(optimizer, trained[name], state)
+
+
+def other_bits(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> int:
+    """The bits of a checkpoint's states where they are this optimizer's but for that, and can be converted; else 0."""
+    now, then = _KIND.fullmatch(kind_of(optimizer)), _KIND.fullmatch(str(values.get("kind")))
+    same = now is not None and then is not None and now["rules"] == then["rules"]
+    return int(then["bits"]) if same and then is not None and now is not None and now["bits"] != then["bits"] else 0
+
+
+@torch.no_grad()
+def _converted(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: dict[str, Any], bits: Any
+) -> dict[str, Any]:
+    """One weight's states of `bits` bits in the optimizer's own format, by way of fp32."""
+    wide = {key: value for key, value in state.items() if not key.endswith((_CODES, _SCALES))}
+    for key in [key.removesuffix(_CODES) for key in state if key.endswith(_CODES)]:
+        codes, scales = state[key + _CODES], state[key + _SCALES]
+        stored = LowBit.on(codes.device, bits, signed=key != _UNSIGNED)
+        wide[key] = stored.read(codes, scales, 0, parameter.numel()).view(parameter.shape)
+    inner = optimizer.inner if isinstance(optimizer, HostStates) else optimizer
+    if not isinstance(inner, ChunkedOptimizer):
+        return wide
+    for key, own in inner.formats_by_state(parameter).items():
+        if key in wide:
+            codes, scales = own.zeros(parameter.numel(), device=own.codebook.levels.device)
+            own.write(wide.pop(key).to(codes.device, torch.float32, copy=True).view(-1), codes, scales, 0)
+            wide |= {key + _CODES: codes, key + _SCALES: scales}
+    return wide
 
 
 def check_kind(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
@@ -65,7 +105,8 @@ def check_kind(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> N
     if saved_kind not in (None, kind):
         raise CheckpointError(
             f"The checkpoint's optimizer states are those of {saved_kind}, this run's optimizer is {kind}",
-            "Resume with the optimizer and the bits of its states that the run was started with.",
+            "Resume with the optimizer and the bits of its states that the run was started with (memory.optimizer, "
+            "memory.optimizer_bits).",
         )
 
 

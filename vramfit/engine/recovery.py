@@ -8,12 +8,13 @@ weight that was already changed; the step then ends with a sentence and the last
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, TypeVar
 
 import torch
@@ -43,6 +44,20 @@ def release_memory(device: torch.device) -> None:
     """Give cached memory back after a failed attempt, so that smaller pieces find room in one piece."""
     gc.collect()
     empty_cache(device)
+
+
+def attempt(work: Callable[[], Made], device: torch.device) -> tuple[Made | None, str]:
+    """(what `work` gives, ""), or (None, why memory ran out), when what it had made is freed again. Raises what else
+    `work` raises."""
+    try:
+        return work(), ""
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = str(error) or type(error).__name__
+    # Outside the except block: while it lasts, the traceback keeps the failed attempt's tensors alive.
+    release_memory(device)
+    return None, failure
 
 
 def halves(rows: int) -> tuple[int, int]:
@@ -78,7 +93,21 @@ class Recovery:
         self.most_rows = 0
         self.relieve: Callable[[], str] = lambda: ""
         self._scaler = scaler
-        self._buffers = _Buffers(model)
+        self._model, self._buffers = model, _Buffers(model)
+
+    def put_buffers_back(self) -> None:
+        """As they were when the step began: its forward is about to run again."""
+        self._buffers.put_back()
+
+    @contextlib.contextmanager
+    def buffers_kept(self) -> Iterator[None]:
+        """Passes inside are only looked at: what they move of the model's buffers is put back."""
+        buffers = _Buffers(self._model)
+        buffers.note()
+        try:
+            yield
+        finally:
+            buffers.put_back()
 
     def run(
         self,
@@ -144,15 +173,16 @@ class Recovery:
 
     def shrink(self, size: int, failure: str, largest: str = "a single row") -> str:
         """From now on half of `size` rows at once. Returns it in words, or raises WontFit where that is one."""
+        remedy = "Use shorter ones, recompute activations, or train less of the model (lora, qlora)."
+        self.most_rows = self.smaller(size, failure, f"with {largest} at a time", remedy)
+        return f"with {self.most_rows}"
+
+    def smaller(self, size: int, failure: str, how: str, remedy: str) -> int:
+        """Half of `size` rows; raises WontFit where that is one."""
         release_memory(self.device)
         if size == 1:
-            raise self._wont_fit(
-                f"Memory ran out with {largest} at a time",
-                failure,
-                "Use shorter ones, recompute activations, or train less of the model (lora, qlora).",
-            )
-        self.most_rows = halves(size)[0]
-        return f"with {self.most_rows}"
+            raise self._wont_fit(f"Memory ran out {how}", failure, remedy)
+        return halves(size)[0]
 
     def _put_back(self, before: _Before, failure: str, size: int) -> None:
         self.optimizer.zero_grad(set_to_none=True)

@@ -27,7 +27,7 @@ from vramfit.engine.peak import PeakMeter
 from vramfit.engine.precision import autocast, fp32_products, loss_scaler
 from vramfit.engine.raised import RaisedParts
 from vramfit.engine.randomness import random_state, restart_rounding, set_random_state
-from vramfit.engine.recovery import Recovery, is_out_of_memory
+from vramfit.engine.recovery import Recovery, attempt
 from vramfit.engine.update import Around
 from vramfit.engine.waits import Waits
 from vramfit.errors import CheckpointError, DataError
@@ -145,6 +145,8 @@ class ResidentExecutor:
     `activations` is how each block holds its activations: as planned, until `set_activations`; () where all are kept.
     `loss_reason` says why the loss is computed in another way than planned, "" when it is not. `loss` is what is added
     to the cross-entropy that is minimised; what steps and evaluations report is the cross-entropy alone.
+    `evaluation_rows` go through the model at once in an evaluation (0: as in training), and `evaluation_recovered` is
+    one sentence when memory ran out in the last one and the rest was done in smaller pieces.
     `max_grad_norm=0` turns clipping off; the norm is reported all the same.
     """
 
@@ -188,6 +190,8 @@ class ResidentExecutor:
             rows_are="sequences",
             budget_bytes=plan.budget_bytes,
         )
+        self.evaluation_rows = 0
+        self.evaluation_recovered = ""
         restart_rounding(self.device)
         self.activations = plan_activations(model, plan)
         model.train()
@@ -216,19 +220,20 @@ class ResidentExecutor:
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[float, int]:
         """(weighted mean loss over the trained tokens, their number), without dropout and without changing anything.
 
-        Where memory runs out, the pieces are halved and what is left is done in those. Raises DataError when no token
-        carries loss, and WontFit when memory runs out even with a single sequence at a time.
+        Where memory runs out, the pieces are halved and what is left is done in those; steps go on with theirs. Raises
+        DataError when no token carries loss, and WontFit when memory runs out even with a single sequence at a time.
         """
+        self.evaluation_recovered = ""
         total, tokens, weight = 0.0, 0, 0.0
         with evaluation_mode(self.model), fp32_products(self.raised.compute):
             for batch in micro_batches:
-                waiting = self.pieces(batch)
+                waiting = self._evaluated(self.pieces(batch))
                 while waiting:
                     targets = targets_of(waiting[0])
                     loss, failure = self._try_loss(waiting[0], targets)
-                    if failure:
-                        self.recovery.shrink(waiting[0].rows, failure, _a_single(waiting[:1]))
-                        waiting = [part for piece in waiting for part in self._cut(piece)]
+                    if loss is None:
+                        self._evaluate_fewer(waiting[0], failure)
+                        waiting = self._evaluated(waiting)
                         continue
                     total, tokens, weight = total + loss, tokens + targets.count, weight + targets.weight
                     del waiting[0]
@@ -311,6 +316,7 @@ class ResidentExecutor:
         return tensors, {
             "scaler": self._scaler.state_dict() if self._scaler else None,
             "most_rows": self.recovery.most_rows,
+            "evaluation_rows": self.evaluation_rows,
             "optimizer": optimizer_values,
             "step_end": self._end.values(),
             "raised": list(self.raised.now),
@@ -330,6 +336,7 @@ class ResidentExecutor:
         if self._scaler and values.get("scaler"):
             self._scaler.load_state_dict(dict(values["scaler"]))
         self.recovery.most_rows = int(values.get("most_rows", 0))
+        self.evaluation_rows = int(values.get("evaluation_rows", 0))
         self.raised.set(values.get("raised", ()))
         self._load_activations(values)
         set_random_state(self.device, dict(Chosen.under(tensors, RANDOM)))
@@ -377,20 +384,41 @@ class ResidentExecutor:
     def _cut(self, piece: Piece) -> list[Piece]:
         return piece.cut(self.recovery.most_rows or piece.rows)
 
-    def _try_loss(self, piece: Piece, targets: Targets) -> tuple[float, str]:
-        """(summed loss, ""), or (0, why memory ran out)."""
+    def _try_loss(self, piece: Piece, targets: Targets) -> tuple[float | None, str]:
+        """(summed loss, ""), or (None, why memory ran out)."""
         if targets.count == 0:
             return 0.0, ""
-        try:
-            return self._sums(piece, targets).cross_entropy.item(), ""
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return 0.0, str(error) or type(error).__name__
+        return attempt(lambda: self._sums(piece, targets).cross_entropy.item(), self.device)
+
+    def _evaluated(self, pieces: Iterable[Piece]) -> list[Piece]:
+        """Pieces as they go through the model in an evaluation."""
+        return [part for piece in pieces for part in piece.cut(self.evaluation_rows or piece.rows)]
+
+    def _evaluate_fewer(self, piece: Piece, failure: str) -> None:
+        """Memory ran out with `piece`: half of its rows from now on, told once for an evaluation."""
+        self.evaluation_rows = self.recovery.smaller(
+            piece.rows,
+            failure,
+            f"in an evaluation, with {_a_single([piece])} at a time",
+            "Hold out shorter rows, or turn evaluations off (output.evaluate_every 0).",
+        )
+        self.evaluation_recovered = (
+            f"Memory ran out in an evaluation; evaluations go on with {self.evaluation_rows} sequences at a time, and "
+            "training with as many as before"
+        )
 
     def _passes(self, pieces: Sequence[Piece]) -> tuple[list[Tensor], Trained]:
-        """The step's forward and backward, as often as its end needs them."""
-        return self._end.passes(lambda around: self._accumulate(pieces, around))
+        """The step's forward and backward, as often as its end needs them; buffers move once."""
+        passes = 0
+
+        def run(around: Around) -> tuple[list[Tensor], Trained]:
+            nonlocal passes
+            passes += 1
+            if passes > 1:
+                self.recovery.put_buffers_back()
+            return self._accumulate(pieces, around)
+
+        return self._end.passes(run)
 
     def _accumulate(self, pieces: Sequence[Piece], around: Around) -> tuple[list[Tensor], Trained]:
         """Gradients of the whole step in `.grad`, unless `around` the last backward they are used up; and its losses

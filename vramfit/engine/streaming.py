@@ -30,7 +30,7 @@ from vramfit.engine.optimizer_state import check_kind
 from vramfit.engine.peak import VisitsPeak
 from vramfit.engine.precision import fp32_products
 from vramfit.engine.randomness import random_state, set_random_state
-from vramfit.engine.recovery import halves, is_out_of_memory
+from vramfit.engine.recovery import attempt, halves
 from vramfit.engine.resident import (
     MODEL,
     OPTIMIZER,
@@ -39,7 +39,6 @@ from vramfit.engine.resident import (
     ResidentExecutor,
     StepResult,
     Trained,
-    _a_single,
     _no_tokens,
 )
 from vramfit.engine.step_of_blocks import AfterLastBlock, BesideBackward
@@ -71,11 +70,13 @@ class StreamingExecutor(ResidentExecutor):
         max_grad_norm: float = 1.0,
         **options: Any,
     ) -> None:
+        _refuse_running_statistics(model)
         self.visits, self.trained = visits, trained
         self._on = torch.device(plan.device)
         self._peak: VisitsPeak
         self._waiting = WaitingInputs(plan.input_tier, torch.device(plan.device))
         self._micro_batches = max(1, plan.accumulation)
+        self._evaluated_together = self._micro_batches
         self._tied: TiedGradient | None = None
         # Each block is recomputed here anyway: it must not do so by itself as well.
         resident = dataclasses.replace(
@@ -253,19 +254,23 @@ class StreamingExecutor(ResidentExecutor):
                 )
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[float, int]:
-        """As in ResidentExecutor, as many micro-batches at a time as a step has."""
+        """As in ResidentExecutor, as many micro-batches at a time as a step has, or as memory has shown to bear."""
+        self.evaluation_recovered = ""
         total, tokens, weight = 0.0, 0, 0.0
-        waiting = [piece for batch in micro_batches for piece in self.pieces(batch)]
-        together = self._micro_batches
+        waiting = self._evaluated(piece for batch in micro_batches for piece in self.pieces(batch))
         with evaluation_mode(self.model), fp32_products(self.raised.compute):
             while waiting:
-                pieces = waiting[:together]
-                found, failure = self._try_losses(pieces)
-                if failure and together > 1:
-                    together = halves(together)[0]
-                elif failure:
-                    self.recovery.shrink(pieces[0].rows, failure, _a_single(pieces))
-                    waiting = [part for piece in waiting for part in self._cut(piece)]
+                pieces = waiting[: self._evaluated_together]
+                found, failure = attempt(lambda pieces=pieces: self._losses_of(pieces), self.device)  # type: ignore[misc]
+                if found is None and len(pieces) > 1:
+                    self._evaluated_together = halves(len(pieces))[0]
+                    self.evaluation_recovered = (
+                        f"Memory ran out in an evaluation; evaluations go on with {self._evaluated_together} "
+                        "micro-batches together, and training with as many as before"
+                    )
+                elif found is None:
+                    self._evaluate_fewer(pieces[0], failure)
+                    waiting = self._evaluated(waiting)
                 else:
                     total += math.fsum(found)
                     targets = [targets_of(piece) for piece in pieces]
@@ -276,22 +281,17 @@ class StreamingExecutor(ResidentExecutor):
             raise _no_tokens("The held-out share")
         return total / weight, tokens
 
-    def _try_losses(self, pieces: Sequence[Piece]) -> tuple[list[float], str]:
-        """(summed losses of pieces that go through the blocks together, ""), or ([], why memory ran out)."""
+    def _losses_of(self, pieces: Sequence[Piece]) -> list[float]:
+        """Summed losses of pieces that go through the blocks together."""
         losses = []
-        try:
-            hidden, _ = self._forward(pieces, keep=False)
-            with self.visits.head_present():
-                for piece, end in zip(pieces, hidden, strict=True):
-                    targets = targets_of(piece)
-                    if targets.count:
-                        with self.visits.given(end):
-                            losses.append(self._sums(piece, targets).cross_entropy.item())
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return [], str(error) or type(error).__name__
-        return losses, ""
+        hidden, _ = self._forward(pieces, keep=False)
+        with self.visits.head_present():
+            for piece, end in zip(pieces, hidden, strict=True):
+                targets = targets_of(piece)
+                if targets.count:
+                    with self.visits.given(end):
+                        losses.append(self._sums(piece, targets).cross_entropy.item())
+        return losses
 
     def _load_activations(self, values: Mapping[str, Any]) -> None:
         """Blocks are recomputed whatever they did before; what had to leave the device stays away."""
@@ -486,6 +486,18 @@ class StreamingExecutor(ResidentExecutor):
 
 def _nothing_around(losses: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
+
+
+def _refuse_running_statistics(model: nn.Module) -> None:
+    """Blocks that visit are computed twice a step, and what is around them is called twice, too."""
+    kinds = nn.modules.batchnorm._NormBase
+    found = [part for part in model.modules() if isinstance(part, kinds) and part.track_running_stats]
+    if found:
+        raise ModelError(
+            f"{type(model).__name__} has {len(found)} {type(found[0]).__name__}, whose running statistics would move "
+            "twice a step where blocks stream",
+            "Give the run more memory, so that the model stays on the device.",
+        )
 
 
 def _draws(model: nn.Module) -> bool:

@@ -16,6 +16,8 @@ import contextlib
 import copy
 import dataclasses
 import math
+import numbers
+import reprlib
 import time
 import warnings
 from collections import Counter
@@ -77,24 +79,26 @@ def wrap(
     `max_grad_norm=0` does not clip. `recompute` is the number of transformer blocks recomputed in backward. With
     `budget_gib` (GiB of device memory, of RAM without a card) more of them are when a step needs more than 80 % of it,
     and fewer again below 70 %.
-    Raises ConfigError, or ModelError when nothing can be trained, when the model lies on several devices, or when
-    blocks are to be recomputed and there are none.
+    Raises ConfigError with all that is wrong with these, or ModelError when nothing can be trained, when the model lies
+    on several devices, or when blocks are to be recomputed and there are none.
     """
     _check_kind(model, optimizer)
+    problems = list(
+        _problems_of(
+            loss=loss,
+            precision=precision,
+            micro_batch=micro_batch,
+            max_grad_norm=max_grad_norm,
+            recompute=recompute,
+            budget_gib=budget_gib,
+        )
+    )
+    if problems:
+        raise ConfigError(problems)
     device = _only_device(model)
     _check_trained(model, optimizer)
-    if precision not in ("auto", *DTYPES):
-        raise _wrong("precision", f"{precision!r} is no precision", f"Choose auto, {', '.join(DTYPES)}.")
     compute: Precision = choose_precision(device).compute if precision == "auto" else precision
     check_precision(device, compute)
-    if micro_batch != "auto" and micro_batch < 1:
-        raise _wrong("micro_batch", f"A micro-batch of {micro_batch} rows holds nothing", "Give 1 or more, or auto.")
-    if not max_grad_norm >= 0:
-        raise _wrong("max_grad_norm", f"The gradient norm cannot be limited to {max_grad_norm}", "Give 0 or more.")
-    if recompute != "all" and recompute < 0:
-        raise _wrong("recompute", f"{recompute} blocks cannot be recomputed", "Give 0 or more, or all.")
-    if not 0 <= budget_gib < math.inf:
-        raise _wrong("budget_gib", f"A budget of {budget_gib} GiB cannot be kept", "Give more than 0, or leave it out.")
     if recompute or budget_gib:
         _check_blocks(model, "recompute" if recompute else "budget_gib")
     recompute_blocks(model, len(find_blocks(model)) if recompute == "all" else recompute)
@@ -297,15 +301,70 @@ def _check_kind(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def _problems_of(
+    *, loss: Any, precision: Any, micro_batch: Any, max_grad_norm: Any, recompute: Any, budget_gib: Any
+) -> Iterator[Problem]:
+    """Everything that is wrong with the arguments beside model and optimizer, whatever their kind."""
+    if loss is not None and not callable(loss):
+        what = f"loss is {_shown(loss)}, which cannot be called"
+        yield Problem(field="loss", what=what, remedy="Give a function (model, batch) -> (summed loss, count).")
+    if precision not in ("auto", *DTYPES):
+        what = f"precision is {_shown(precision)}, which is none of the {len(DTYPES)} there are"
+        yield Problem(field="precision", what=what, remedy=f"Choose auto, {', '.join(DTYPES)}.")
+    if micro_batch != "auto" and not (_is_whole(micro_batch) and micro_batch >= 1):
+        what = f"micro_batch is {_shown(micro_batch)}, and a piece has a whole number of rows, 1 at least"
+        yield Problem(field="micro_batch", what=what, remedy="Give 1 or more, or auto.")
+    if not (_is_number(max_grad_norm) and max_grad_norm >= 0):
+        what = f"max_grad_norm is {_shown(max_grad_norm)}, and a norm is a number, 0 at least"
+        yield Problem(field="max_grad_norm", what=what, remedy="Give the most the norm may be, or 0 not to clip.")
+    if recompute != "all" and not (_is_whole(recompute) and recompute >= 0):
+        what = f"recompute is {_shown(recompute)}, and it is a whole number of blocks, 0 at least"
+        yield Problem(field="recompute", what=what, remedy="Give 0 or more, or all.")
+    if not (_is_number(budget_gib) and 0 <= budget_gib < math.inf):
+        what = f"budget_gib is {_shown(budget_gib)}, and a budget is a finite number of GiB, 0 at least"
+        yield Problem(field="budget_gib", what=what, remedy="Give more than 0, or leave it out.")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    return reprlib.repr(value)
+
+
 def _check_blocks(model: nn.Module, wish: str) -> None:
     try:
-        find_blocks(model)
+        blocks = find_blocks(model)
     except ModelError:
         raise ModelError(
             f"{wish}: {type(model).__name__} has no list of blocks (torch.nn.ModuleList) whose activations could be "
             "recomputed",
             f"Leave {wish} out, or keep the model's repeated parts in a ModuleList.",
         ) from None
+    others = _other_blocks(model, blocks)
+    if others:
+        warnings.warn(
+            f"{wish}: the {len(blocks)} blocks of {_name_in(model, blocks)} are recomputed; those of "
+            f"{', '.join(others)} keep their activations.",
+            stacklevel=3,
+        )
+
+
+def _other_blocks(model: nn.Module, blocks: nn.ModuleList) -> list[str]:
+    """Lists of blocks beside the one that is recomputed, such as an encoder's: as long, and no part of another."""
+    lists = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and part]
+    inside = {id(part) for _, each in lists for block in each for part in block.modules()}
+    outermost = [(name, part) for name, part in lists if id(part) not in inside and part is not blocks]
+    return [name for name, part in outermost if len(part) >= max(2, len(blocks) // 2)]
+
+
+def _name_in(model: nn.Module, part: nn.Module) -> str:
+    return next(name for name, each in model.named_modules() if each is part)
 
 
 def _changed_by_pieces(model: nn.Module) -> list[str]:

@@ -35,6 +35,7 @@ EXACT_UP_TO: Final = 1024
 """Sides of a matrix up to which PiSSA's singular vectors are computed in full; of larger ones, by random projection."""
 ROWS_OF_A_BATCH: Final = 256
 _PLACE: Final = "taken_from_base"
+_ROUNDED: Final = "rounded_away"
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,12 @@ def start_adapters(model: nn.Module, start: Start, *, seed: int, file: Path | No
         taken = {name: find(layer) for name, layer in layers.items()}
         if file is not None:
             _write(file, taken)
+    lost, whole = 0.0, 0.0
     for name, layer in layers.items():
-        _take(layer, taken[name])
+        of_layer = _take(layer, taken[name])
+        lost, whole = lost + of_layer[0], whole + of_layer[1]
     setattr(model, _PLACE, taken)
+    setattr(model, _ROUNDED, math.sqrt(lost / whole) if whole else 0.0)
     use_short_dora(model)  # lengths of rows are of the new base
 
 
@@ -76,6 +80,12 @@ def taken_from_base(model: nn.Module) -> dict[str, Taken]:
     """What the base has lost, by the layer's name; {} where the base is as it was."""
     found: dict[str, Taken] = getattr(model, _PLACE, {})
     return found
+
+
+def rounded_away(model: nn.Module) -> float:
+    """The norm of what was lost when what is left of the base was rounded to its format, as a share of its weights'."""
+    share: float = getattr(model, _ROUNDED, 0.0)
+    return share
 
 
 @torch.no_grad()
@@ -134,14 +144,18 @@ def _filled(layer: Any, a: Tensor, b: Tensor) -> Taken:
 
 
 @torch.no_grad()
-def _take(layer: Any, taken: Taken) -> None:
-    """A and B begin as `taken`, and the base is what is left."""
+def _take(layer: Any, taken: Taken) -> tuple[float, float]:
+    """A and B begin as `taken`, and the base is what is left. Returns the squared norms of what rounding that lost, and
+    of the weights as they were."""
     a, b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
     a.copy_(taken.a)
     b.copy_(taken.b)
     base = layer.get_base_layer().weight
     delta = layer.scaling[NAME] * b @ a
-    base.copy_(base.float() - (delta.T if layer.fan_in_fan_out else delta))
+    whole = base.float()
+    left = whole - (delta.T if layer.fan_in_fan_out else delta)
+    base.copy_(left)
+    return (left - base.float()).square().sum().item(), whole.square().sum().item()
 
 
 def _weight(layer: Any) -> Tensor:

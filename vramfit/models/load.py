@@ -15,6 +15,7 @@ from torch import nn
 
 from vramfit.config import STARTER_MODEL, ModelChoice, RunConfig
 from vramfit.engine.last_blocks import train_last_blocks
+from vramfit.engine.nf4 import BLOCK, Nf4Linear
 from vramfit.engine.precision import DTYPES
 from vramfit.errors import ModelError
 from vramfit.models.architecture import Architecture
@@ -201,6 +202,8 @@ def _trained(model: ModelChoice, plan: Plan) -> nn.Module:
     trained: nn.Module = loaded
     if plan.weight_format == "nf4":
         _keep_trainable(trained)
+        if plan.device == "cpu":
+            _compute_rightly(trained, _weight_dtype(plan))
     return own_weights(trained)
 
 
@@ -223,6 +226,18 @@ def _keep_trainable(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010 - a plain attribute, unknown to nn.Module
+
+
+def _compute_rightly(model: nn.Module, dtype: torch.dtype) -> None:
+    """On the CPU bitsandbytes 0.50 takes wrong scales where a row is no whole number of blocks: such linears keep their
+    4 bits and are computed by ours."""
+    for name, module in list(model.named_modules()):
+        if getattr(getattr(module, "weight", None), "quant_state", None) is None:
+            continue
+        linear: Any = module
+        if linear.in_features % BLOCK:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, Nf4Linear.of_library(linear, dtype))
 
 
 def _weight_dtype(plan: Plan) -> torch.dtype:

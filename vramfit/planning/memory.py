@@ -11,6 +11,8 @@ card. The peak is the largest phase, never their sum:
     embedding   states + root + all gradients + the embedding's dense gradient beside the one it is added to
     step        states + all gradients + the optimizer's temporaries
     evaluation  states + root + one block's forward, or logits: nothing kept
+    calibration where the run compares itself with fp32: the loss and backward of one micro-batch in fp32, with all
+                gradients, and the fp32 copies of 16-bit weights that backward needs
 
 states = weights + adapters + optimizer, each its share of N cards. The root is what sharding gathers outside the blocks
 (embedding, head), from the first forward to the end of backward. Under accumulation the gradients of the micro-batches
@@ -225,6 +227,7 @@ def estimate_memory(
         work.embedding_phase(),
         work.step_phase(),
         work.evaluation_phase(),
+        *(work.calibration_phases(workload) if plan.calibrates else ()),
     )
     peak = max(phases, key=lambda phase: phase.total_bytes)
     device = _device_bytes(peak, plan, program)
@@ -958,6 +961,37 @@ class Work:
             weights=casts + self.head_cast + self.root + (self.visiting_head if head_visits(self.plan) else 0.0),
         )
         return max(in_block, at_head, key=lambda phase: phase.total_bytes)
+
+    def calibration_phases(self, workload: Workload) -> tuple[PhaseMemory, ...]:
+        """One micro-batch in fp32 before a step (`vramfit.engine.drift`): nothing is held of others, all gradients are
+        made, and stay until their norm is known.
+
+        What moves is that of a plan in fp32; what lies there is this plan's. Weights that are stored in 16 bits are
+        widened one module at a time, and backward needs the copies: of each block that is not recomputed from its
+        forward to its backward, of one that is during its own, and of the head.
+        """
+        frozen16 = self.plan.weight_format in ("bf16", "fp16") and bool(self.plan.lora_rank)
+        wide = dataclasses.replace(
+            self.plan,
+            compute="fp32",
+            weight_format="fp32" if frozen16 else self.plan.weight_format,
+            accumulation=1,
+            optimizer_in_backward=False,
+        )
+        exact = Work.of(self.architecture, wide, workload, self.program)
+        narrow = frozen16 or self.plan.trained_format in ("bf16", "fp16")
+        last, again = self.architecture.layers - 1, self.plan.recompute
+        found = []
+        layers = sorted({last, max(0, again - 1), 0}, reverse=True)
+        for layer, phase in ((last, exact.loss_phase()), *((layer, exact.backward_phase(layer)) for layer in layers)):
+            there = range(again, layer + 1) if layer >= again else range(layer, layer + 1)
+            copies = 4.0 * sum(map(self.architecture.params_of_block, there)) if narrow else 0.0
+            if phase.name == "loss":
+                copies += 4.0 * self.architecture.head_params if narrow else 0.0
+                copies -= 4.0 * self.architecture.params_of_block(layer) if narrow and layer < again else 0.0
+            moved = phase.parts["weights"] - int(exact.weights) + int(self.weights) + int(copies)
+            found.append(PhaseMemory(name="calibration", parts={**phase.parts, "weights": moved}))
+        return tuple(found)
 
     @property
     def evaluated_logits(self) -> float:

@@ -89,7 +89,8 @@ class Plan:
     expert. `last_blocks` other than 0: of the weights only those of so many blocks train, the last ones, and of what
     comes after them, but for a head that is the embedding's table. Blocks before them are frozen: nothing of them is
     kept or recomputed, and the first blocks of `recompute` and `compress` are the first of those that train.
-    `compiled`: a compiler fuses what lies between matrix products, in torch's `compile_mode`.
+    `compiled`: a compiler fuses what lies between matrix products, in torch's `compile_mode`. `calibrates`: now
+    and then a micro-batch is computed in fp32, too.
     """
 
     method: Method
@@ -128,6 +129,7 @@ class Plan:
     sharding: ShardingKind = "none"
     compiled: bool = False
     compile_mode: Literal["default", "max-autotune", "reduce-overhead"] = "default"
+    calibrates: bool = False
     reasons: tuple[Choice, ...] = ()
 
     @property

@@ -9,6 +9,7 @@ from vramfit.config import RunConfig
 from vramfit.hardware.devices import Device
 from vramfit.models.architecture import Architecture
 from vramfit.planning.abilities import missing
+from vramfit.planning.idle_wishes import idle_choices
 from vramfit.planning.plan import Alternative, Choice, Plan, Workload
 from vramfit.planning.rates import rates_of
 from vramfit.planning.search import Candidate, Search
@@ -49,6 +50,7 @@ def reasons(search: Search, found: Candidate) -> Iterator[Choice]:
     yield from _place_choices(plan, search.architecture)
     yield from _wear_choice(found)
     yield _save_choice(found)
+    yield from idle_choices(config, plan)
     yield from assumptions(search)
 
 

@@ -26,6 +26,7 @@ from vramfit.planning.wishes import refused
 _MOST_TOKENS_PER_PASS: Final = 2**17
 _NEARLY_AS_FAST: Final = 1.02
 _WORTH_ROUNDING: Final = 1.1
+_CHANGES_BASE: Final = ("pissa", "olora")
 
 FamilyName = Literal[
     "on the device",
@@ -160,6 +161,8 @@ class Search:
         keep = wishes.activations in ("keep", "compress")
         trains_all = not self.start.plan.lora_rank
         may_leave = not trains_all or wishes.optimizer_place in ("auto", "host")
+        if wishes.compile not in ("auto", "off") or (not trains_all and self.config.adapter.start in _CHANGES_BASE):
+            keep = True  # blocks that visit are neither compiled nor changed
         if self.device.kind == "cpu":
             if not keep:
                 there = {"optimizer_tier": "disk"} if trains_all else {}

@@ -9,6 +9,7 @@ from typing import Final, Literal
 from vramfit.config import Precision, RunConfig
 from vramfit.hardware.devices import Device
 from vramfit.models.architecture import Architecture
+from vramfit.planning.idle_wishes import calibrates, check_calibration
 from vramfit.planning.plan import Plan, WeightFormat, Workload
 from vramfit.planning.wishes import refused, trained_layers, wished
 from vramfit.sentences import say
@@ -34,6 +35,7 @@ class Start:
 def start(config: RunConfig, architecture: Architecture, device: Device, workload: Workload) -> Start:
     """The decisions that stand alone. Raises ConfigError for a wish this device or model cannot honour."""
     compute = compute_format(config, device)
+    check_calibration(config, compute)
     budget, budget_reason = _budget(config, device)
     loss = _loss(config, architecture)
     plan = Plan(
@@ -52,6 +54,7 @@ def start(config: RunConfig, architecture: Architecture, device: Device, workloa
         lora_rank=config.adapter.rank if config.trains_adapter else 0,
         lora_targets=_targets(config),
         lora_dropout=config.adapter.dropout if config.trains_adapter else 0.0,
+        calibrates=calibrates(config, compute),
         **wished(config, architecture, device, compute),
     )
     _check_targets(architecture, plan)

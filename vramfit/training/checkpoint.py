@@ -42,6 +42,7 @@ TENSORS, VALUES, MANIFEST = "tensors.safetensors", "values.json", "manifest.json
 
 _NAME = re.compile(r"^step-(\d{8})$")
 _MANIFEST_BYTES = 2**20
+_VALUES_BYTES = 2**26
 _CAN_RUN_CODE = {".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib", ".dill", ".py", ".pyc", ".so", ".dll"}
 _SPARE_BYTES = 64 * 2**20  # what must stay free beside the checkpoint, for the database and the log
 
@@ -120,6 +121,18 @@ def newest(root: Path) -> Newest | None:
             "Start the run again from the beginning as a new run.",
         )
     return None
+
+
+def peek(root: Path) -> dict[str, Any]:
+    """The newest complete checkpoint's plain values as they are written there, unverified: for what can be decided
+    before it is loaded. {} where there is none, or it cannot be read."""
+    for _, path in reversed(_complete(root) if root.is_dir() else []):
+        try:
+            values = json.loads(_text(path / VALUES, most=_VALUES_BYTES))
+        except (OSError, ValueError, CheckpointError):
+            continue
+        return values if isinstance(values, dict) else {}
+    return {}
 
 
 def load(root: Path, step: int) -> Checkpoint:

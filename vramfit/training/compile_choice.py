@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -10,7 +10,8 @@ from typing import Final
 from torch import nn
 
 from vramfit.config import RunConfig
-from vramfit.engine.compiling import CompiledBlocks, Trial, first_pass, launches_of, trial
+from vramfit.engine.compiling import CompiledBlocks, Trial, first_pass, launches_of, plain_pass, trial
+from vramfit.engine.recovery import attempt, halves
 from vramfit.engine.resident import Piece, ResidentExecutor
 from vramfit.planning.plan import Plan
 from vramfit.training.kept_trials import remember, remembered
@@ -34,11 +35,58 @@ def compiled_blocks(config: RunConfig, plan: Plan, model: nn.Module, *, run_s: f
     return CompiledBlocks(model, plan.compile_mode)
 
 
+Fewer = Callable[[int, str], Note]
+"""(sequences at once, where memory ran out) -> what is told of it, once that is the run's limit."""
+
+
 def settle(
-    blocks: CompiledBlocks, executor: ResidentExecutor, piece: Piece, *, wish: str, folder: Path, kind: str
+    blocks: CompiledBlocks,
+    executor: ResidentExecutor,
+    piece: Piece,
+    *,
+    wish: str,
+    folder: Path,
+    kind: str,
+    fewer: Fewer,
 ) -> Iterator[Note]:
     """Compile before the first step, and say what came of it. `kind` names runs for which one trial stands; `piece` is
-    what goes through the model at once."""
+    what goes through the model at once.
+
+    Where memory runs out, blocks stay as they are if they then fit and nobody wished for a compiler, else there are
+    `fewer` sequences at a time. What a single sequence has no room for, the first step says with its numbers.
+    """
+    while True:
+        notes, failure = attempt(
+            lambda piece=piece: list(_settled(blocks, executor, piece, wish=wish, folder=folder, kind=kind)),  # type: ignore[misc]
+            executor.device,
+        )
+        if notes is not None:
+            yield from notes
+            return
+        where = f"when blocks were compiled, with {piece.rows} sequences at a time"
+        fits = wish == "auto" and _fits_plainly(blocks, executor, piece)
+        if fits or piece.rows == 1:
+            blocks.on = False
+            yield Note(
+                level="info" if fits else "warning",
+                kind="compile",
+                message=f"Blocks are not compiled: memory ran out {where} ({failure.splitlines()[0]}).",
+            )
+            return
+        rows = halves(piece.rows)[0]
+        blocks.on = True
+        yield fewer(rows, where)
+        piece = piece.part(0, rows)
+
+
+def _fits_plainly(blocks: CompiledBlocks, executor: ResidentExecutor, piece: Piece) -> bool:
+    _, failure = attempt(lambda: plain_pass(executor, blocks, piece), executor.device)
+    return not failure
+
+
+def _settled(
+    blocks: CompiledBlocks, executor: ResidentExecutor, piece: Piece, *, wish: str, folder: Path, kind: str
+) -> Iterator[Note]:
     if wish != "auto":
         seconds = first_pass(executor, blocks, piece)
         if blocks.on:

@@ -6,6 +6,7 @@ odd step does not move. Nothing here imports torch; a step's look costs some ten
 
 from __future__ import annotations
 
+import contextlib
 import math
 import platform
 import sys
@@ -58,16 +59,23 @@ class Alarm:
     needs: int = 1
     calm: int = 1
     on: bool = False
-    _count: int = 0
+    count: int = 0
 
     def sees(self, *, wrong: bool, right: bool) -> bool:
         """Whether it goes off now. Between wrong and right nothing changes: that is the hysteresis."""
         counted = right if self.on else wrong
-        self._count = self._count + 1 if counted else 0
-        if self._count < (self.calm if self.on else self.needs):
+        self.count = self.count + 1 if counted else 0
+        if self.count < (self.calm if self.on else self.needs):
             return False
-        self.on, self._count = not self.on, 0
+        self.on, self.count = not self.on, 0
         return self.on
+
+    def state(self) -> dict[str, Any]:
+        return {"on": self.on, "count": self.count}
+
+    def load_state(self, values: dict[str, Any]) -> None:
+        """The inverse of `state`; as it was made where there is none."""
+        self.on, self.count = bool(values.get("on", False)), int(values.get("count", 0))
 
 
 class LossSpikes:
@@ -92,24 +100,30 @@ class LossSpikes:
                 )
         self._losses.append(now.loss)
 
+    def state(self) -> dict[str, Any]:
+        return {"losses": list(self._losses), "alarm": self._alarm.state()}
+
+    def load_state(self, values: dict[str, Any]) -> None:
+        self._losses.extend(values["losses"])
+        self._alarm.load_state(values["alarm"])
+
 
 class Plateau:
     """Two blocks of steps in a row in which the loss did not fall by more than its noise and PLATEAU_SHARE.
 
     The noise of a difference of two medians of n losses is 1.2533 sqrt(2 / n) deviations. Steps at less than a tenth of
-    the highest learning rate are left out: there a run is meant to come to rest.
+    `peak_rate`, the highest learning rate of the run, are left out: there it begins, or is meant to come to rest.
     """
 
-    def __init__(self, total_steps: int) -> None:
+    def __init__(self, total_steps: int, *, peak_rate: float) -> None:
         self._size = min(1000, max(50, total_steps // PLATEAU_BLOCKS))
         self._block: list[float] = []
         self._before: float | None = None
         self._alarm = Alarm(needs=2)
-        self._highest_rate = 0.0
+        self._peak_rate = peak_rate
 
     def step(self, now: StepMetrics) -> Iterator[Finding]:
-        self._highest_rate = max(self._highest_rate, now.learning_rate)
-        if not math.isfinite(now.loss) or now.learning_rate < 0.1 * self._highest_rate:
+        if not math.isfinite(now.loss) or now.learning_rate < 0.1 * self._peak_rate:
             return
         self._block.append(now.loss)
         if len(self._block) < self._size:
@@ -129,11 +143,23 @@ class Plateau:
                 f"the last {self._size} is {middle:.4g}, {before:.4g} over those before.",
             )
 
+    def state(self) -> dict[str, Any]:
+        return {"block": self._block, "before": self._before, "alarm": self._alarm.state()}
+
+    def load_state(self, values: dict[str, Any]) -> None:
+        self._block, self._before = list(values["block"]), values["before"]
+        self._alarm.load_state(values["alarm"])
+
 
 class SpeedCollapse:
-    """Tokens/s below SLOW_SHARE of the usual ones for five steps in a row; slow steps do not become the usual ones."""
+    """Tokens/s below SLOW_SHARE of the usual ones for five steps in a row; slow steps do not become the usual ones.
 
-    def __init__(self) -> None:
+    What is usual is so on one machine, with so many sequences at once: `where` names both, and elsewhere a resumed run
+    finds it out anew.
+    """
+
+    def __init__(self, where: str = "") -> None:
+        self._where = where
         self._usual: deque[float] = deque(maxlen=WINDOW)
         self._alarm = Alarm(needs=5, calm=5)
 
@@ -153,6 +179,14 @@ class SpeedCollapse:
         if not slow and not self._alarm.on:
             self._usual.append(now.tokens_per_s)
 
+    def state(self) -> dict[str, Any]:
+        return {"where": self._where, "usual": list(self._usual), "alarm": self._alarm.state()}
+
+    def load_state(self, values: dict[str, Any]) -> None:
+        if values["where"] == self._where:
+            self._usual.extend(values["usual"])
+            self._alarm.load_state(values["alarm"])
+
 
 class Watches:
     """Everything that looks at each step. A mistake of ours in one of them ends that one, never the run."""
@@ -161,8 +195,18 @@ class Watches:
         self._watches = list(watches)
 
     @classmethod
-    def of_steps(cls, total_steps: int) -> Watches:
-        return cls([LossSpikes(), Plateau(total_steps), SpeedCollapse()])
+    def of_steps(cls, total_steps: int, *, peak_rate: float, where: str = "") -> Watches:
+        return cls([LossSpikes(), Plateau(total_steps, peak_rate=peak_rate), SpeedCollapse(where)])
+
+    def state(self) -> dict[str, Any]:
+        """What each has seen, by its name: what a resume needs, so that nothing is told twice nor begun anew."""
+        return {type(watch).__name__: watch.state() for watch in self._watches}
+
+    def load_state(self, values: dict[str, Any]) -> None:
+        """The inverse of `state`. Never raises: what a checkpoint does not know is watched from here on."""
+        for watch in self._watches:
+            with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+                watch.load_state(values[type(watch).__name__])
 
     def step(self, now: StepMetrics) -> list[Finding]:
         """What is to be told about this step. Never raises."""
@@ -306,6 +350,15 @@ class Health:
     evaluations: Evaluations
     watches: Watches
     drifting: Alarm = field(default_factory=Alarm)
+
+    def state(self) -> dict[str, Any]:
+        """What a resume needs beside the evaluations."""
+        return {"watches": self.watches.state(), "drifting": self.drifting.state()}
+
+    def load_state(self, values: dict[str, Any]) -> None:
+        """The inverse of `state`; nothing of it where the checkpoint is older than this."""
+        self.watches.load_state(values.get("watches", {}))
+        self.drifting.load_state(values.get("drifting", {}))
 
 
 def named_rows(examples: Sequence[Example]) -> str:

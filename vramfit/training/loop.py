@@ -6,10 +6,11 @@ a Recorder and asks `should_stop` once a step.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,18 +25,20 @@ from vramfit.engine.compiling import CompiledBlocks
 from vramfit.engine.drift import Calibrator, Check
 from vramfit.engine.precision import COLLAPSED_LOSS_SCALE, described
 from vramfit.engine.reach import check_gradients_reach
+from vramfit.engine.recovery import attempt
 from vramfit.engine.resident import ResidentExecutor, StepResult
 from vramfit.engine.schedule import learning_rate_at
 from vramfit.errors import Changed, CheckpointError, DataError, ModelError, UserError, WontFit
 from vramfit.faults import reach
 from vramfit.hardware.devices import Machine, probe
-from vramfit.models.adapter_start import start_from_inputs
+from vramfit.models.adapter_start import rounded_away, start_from_inputs
 from vramfit.models.architecture import Architecture
 from vramfit.models.attention import described as described_attention
-from vramfit.models.export import export_run
+from vramfit.models.export import export_kind, export_run
 from vramfit.models.generate import generate
 from vramfit.models.load import check_weights, read_architecture, weights_fingerprint
-from vramfit.models.tokenizer import load_tokenizer
+from vramfit.models.tokenizer import load_tokenizer, local_folder
+from vramfit.planning.idle_wishes import is_idle
 from vramfit.planning.plan import Forecast, Plan
 from vramfit.planning.planner import forecast_run
 from vramfit.planning.start import length_limit
@@ -57,7 +60,7 @@ from vramfit.training.metrics import (
 )
 from vramfit.training.opening import open_executor
 from vramfit.training.rows_choice import LEAST_RUN_S, fastest_rows
-from vramfit.training.samples import prompt_ids, sample_prompts
+from vramfit.training.samples import Prompt, prompt_ids, sample_prompts
 from vramfit.training.saver import FROM_ITS_PLACE, NOT_PLANNED, Saver
 from vramfit.training.vocabulary import with_known_tokens
 from vramfit.training.wear import wear_warning
@@ -69,6 +72,7 @@ CARD_MULTIPLE = 8  # tokens: rows of 16-bit numbers then begin where tensor core
 EVA_SEQUENCES = 16  # whose activations say where adapters begin
 MOST_EVALUATION_SHARE = 0.1  # of a run's work, where the cadence is ours to choose
 CALIBRATE_FP16_EVERY = 10  # steps
+TELLING_ROUNDING = 1e-4  # of the weights: fp32's is a thousandth of it
 
 
 def train(
@@ -107,7 +111,9 @@ def train(
     )
     data = with_known_tokens(data, architecture, tokenizer, prompt_ids(config, data, tokenizer))
     recorder.phase(PhaseProgress(name="planning"))
-    forecast = forecast_run(config, architecture=architecture, machine=machine, workload=data.workload)
+    goes_on = resume and (folder / CHECKPOINTS).is_dir()
+    bits = _saved_bits(folder / CHECKPOINTS) if goes_on else 0
+    forecast = _forecast(config, bits, architecture=architecture, machine=machine, workload=data.workload)
     recorder.forecast(forecast)
     plan = forecast.plan
     order = StepOrder(
@@ -119,7 +125,6 @@ def train(
     )
 
     recorder.phase(PhaseProgress(name="loading", detail=f"the model, {format_count(architecture.params)} parameters"))
-    goes_on = resume and (folder / CHECKPOINTS).is_dir()
     executor = open_executor(
         config, forecast, cache=cache, folder=folder, start_file=folder / ADAPTER_START, resumed=goes_on
     )
@@ -176,8 +181,25 @@ def train(
     run.check_weights(done)
     recorder.phase(PhaseProgress(name="exporting"))
     export = export_run(executor.model, tokenizer, config, folder / EXPORT, parts=executor.parts)
+    run.tell_rounding(done)
     run.write_samples(tokenizer, step=exported, stage="after")
     return run.result(done, stopped=False, export=export)
+
+
+def _saved_bits(checkpoints: Path) -> int:
+    """Bits of the optimizer states in the newest checkpoint; 0 where nobody knows."""
+    bits = checkpoint.peek(checkpoints).get("optimizer_bits", 0)
+    return bits if bits in (32, 8, 4) else 0
+
+
+def _forecast(config: RunConfig, saved_bits: int, **about: Any) -> Forecast:
+    """The plan of a run: one that goes on keeps the bits of its optimizer's states, where it is ours to choose them and
+    they still fit. Else they are converted."""
+    if saved_bits and config.memory.optimizer_bits == "auto":
+        wish = config.memory.model_copy(update={"optimizer_bits": str(saved_bits)})
+        with contextlib.suppress(UserError):
+            return forecast_run(config.model_copy(update={"memory": wish}), **about)
+    return forecast_run(config, **about)
 
 
 @dataclass(kw_only=True)
@@ -208,7 +230,11 @@ class _Run:
         self.health = Health(
             refusals=Refusals(choice.refused_steps),
             evaluations=Evaluations(choice.patience),
-            watches=Watches.of_steps(self.order.total_steps),
+            watches=Watches.of_steps(
+                self.order.total_steps,
+                peak_rate=self.config.learning_rate,
+                where=f"{self.care.kind} | {self.micro_batch} rows",
+            ),
         )
         usual = CALIBRATE_FP16_EVERY if self.plan.compute == "fp16" else 0
         self.calibrate_every = usual if choice.calibrate_every == "auto" else choice.calibrate_every
@@ -225,7 +251,9 @@ class _Run:
         if self.config.trains_adapter:
             if (told := adapted_share(architecture, self.plan)) is not None:
                 self._say(told[0], "adapters", told[1])
-            check_gradients_reach(self.executor, (self._alone(row) for row in self.order.rows(1)))
+            unknown = check_gradients_reach(self.executor, (self._alone(row) for row in self.order.rows(1)))
+            if unknown:
+                self._say("warning", "adapters", unknown)
 
     def start_adapters(self) -> None:
         """Where adapters begin as the data says: run some of it through the model."""
@@ -277,7 +305,9 @@ class _Run:
         self.recorder.phase(PhaseProgress(name="loading", detail="compiling the blocks"))
         piece = self.executor.pieces(self._micro_batches(self.order.rows(step + 1))[0])[0]
         wish = self.config.memory.compile
-        self.tell(settle(blocks, self.executor, piece, wish=wish, folder=cache, kind=self.care.kind), step=step)
+        fewer = self.care.fewer_rows
+        notes = settle(blocks, self.executor, piece, wish=wish, folder=cache, kind=self.care.kind, fewer=fewer)
+        self.tell(notes, step=step)
 
     def try_rows(self, *, cache: Path, step: int) -> None:
         """Before the first step on a card: are fewer sequences at a time faster?"""
@@ -285,7 +315,12 @@ class _Run:
         examples = [self.data.train[row] for row in self.order.rows(step + 1)]
         most = min(self.micro_batch, self.executor.recovery.most_rows or self.micro_batch, len(examples))
         for found in fastest_rows(
-            self.executor, lambda rows: self._split(examples, rows), most=most, folder=cache, kind=self.care.kind
+            self.executor,
+            lambda rows: self._split(examples, rows),
+            most=most,
+            folder=cache,
+            kind=self.care.kind,
+            fewer=self.care.fewer_rows,
         ):
             if isinstance(found, int):
                 self.micro_batch = found
@@ -304,6 +339,7 @@ class _Run:
             return False
         self.recorder.phase(PhaseProgress(name="evaluating", done=step, total=self.order.total_steps, unit="steps"))
         loss, tokens = self.executor.evaluate(self._split(self.data.held_out, self.micro_batch))
+        self._tell_evaluation(step)
         self.eval_loss = loss
         self.recorder.evaluation(Evaluation(step=step, time=time.time(), loss=loss, tokens=tokens))
         reach("trainer: after an evaluation")
@@ -321,6 +357,10 @@ class _Run:
                 step=step,
             )
         return better
+
+    def _tell_evaluation(self, step: int) -> None:
+        if self.executor.evaluation_recovered:
+            self._say("warning", "out-of-memory", f"{self.executor.evaluation_recovered}.", step=step)
 
     @property
     def improves_no_more(self) -> bool:
@@ -352,10 +392,12 @@ class _Run:
                 "identity": self._identity(),
                 "versions": versions(),
                 "micro_batch": self.micro_batch,
+                "optimizer_bits": self.plan.optimizer_bits,
                 "final_loss": self.final_loss,
                 "eval_loss": self.eval_loss,
                 "peak_allocated_bytes": self.peak_allocated_bytes,
                 "evaluations": self.health.evaluations.state(),
+                "health": self.health.state(),
             },
             keep=self.config.output.keep_checkpoints,
             best=self.health.evaluations.best_step if self.keeps_best else None,
@@ -399,6 +441,7 @@ class _Run:
             self.final_loss, self.eval_loss = saved.values.get("final_loss"), saved.values["eval_loss"]
             self.peak_allocated_bytes = saved.values.get("peak_allocated_bytes", 0)
             self.health.evaluations.load_state(saved.values.get("evaluations", {}))
+            self.health.load_state(saved.values.get("health", {}))
             # Memory that is free now must not change the last bits, nor the dropout: only less of it makes fewer rows.
             self.micro_batch = min(self.micro_batch, saved.values.get("micro_batch", self.micro_batch))
         except (KeyError, TypeError, AttributeError) as error:  # whole by its hashes, and yet not what `save` writes
@@ -407,6 +450,15 @@ class _Run:
                 "Remove that folder if an older checkpoint is there, or start a new run.",
             ) from error
         self._say("info", "resume", f"Resumed at step {saved.step}.", step=saved.step)
+        bits = saved.values.get("optimizer_bits", self.plan.optimizer_bits)
+        if bits != self.plan.optimizer_bits:
+            self._say(
+                "warning",
+                "resume",
+                f"The optimizer's states were converted from {bits} to {self.plan.optimizer_bits} bits: the run goes "
+                "on a little differently than it would have.",
+                step=saved.step,
+            )
         return saved.step
 
     def take_best(self, done: int) -> int:
@@ -424,6 +476,17 @@ class _Run:
         message = f"Step {best} is exported: its test was the best, {loss:.4f}; the last gave {last:.4f}."
         self._say("info", "best", message, step=done)
         return best
+
+    def tell_rounding(self, step: int) -> None:
+        """An adapter for the base as it was published is off by what that base lost when it was rounded anew."""
+        share = rounded_away(self.executor.model)
+        if export_kind(self.config) == "adapter" and share > TELLING_ROUNDING:
+            message = (
+                f"The start {self.config.adapter.start} took a part out of the base's weights, and what was left was "
+                f"rounded to {self.plan.weight_format}: with the published base this adapter gives weights that differ "
+                f"by {_percent(share)} from those that were trained. Exporting merged has no such difference."
+            )
+            self._say("warning", "export", message, step=step)
 
     def check_weights(self, step: int) -> None:
         """Refuse to export what no longer holds numbers. Raises UserError."""
@@ -466,21 +529,28 @@ class _Run:
         self.recorder.phase(PhaseProgress(name="evaluating", detail=f"text {stage} training"))
         for prompt in sample_prompts(self.config, self.data, tokenizer):
             try:
-                text = generate(
-                    self.executor.model,
-                    tokenizer,
-                    prompt.text if prompt.tokens is None else prompt.tokens,
-                    self.config.output.sample_tokens,
-                    self.config.seed,
-                    as_chat=prompt.as_chat,
-                    compute=self.plan.compute,
-                )
+                text, failure = attempt(lambda prompt=prompt: self._written(tokenizer, prompt), self.executor.device)  # type: ignore[misc]
             except ModelError as error:
                 if stage == "before":
                     raise
                 self._say("warning", "sample", str(error), step=step)  # the result is already there
                 return
+            if text is None:
+                what = f"No text was written {stage} training: memory ran out ({failure.splitlines()[0]})."
+                self._say("warning", "sample", what, step=step)
+                return
             self.recorder.sample(TextSample(step=step, stage=stage, prompt=prompt.text, text=text))
+
+    def _written(self, tokenizer: Any, prompt: Prompt) -> str:
+        return generate(
+            self.executor.model,
+            tokenizer,
+            prompt.text if prompt.tokens is None else prompt.tokens,
+            self.config.output.sample_tokens,
+            self.config.seed,
+            as_chat=prompt.as_chat,
+            compute=self.plan.compute,
+        )
 
     def _alone(self, row: int) -> MicroBatch:
         """One sequence, which needs no padding."""
@@ -617,6 +687,8 @@ class _Run:
         )
         for note in dict.fromkeys([*self.data.survey.warnings, *report.notes]):
             self._say("info", "data", note)
+        for told in self._idle_in_this_data():
+            self._say("warning", "settings", told)
         if self.executor.loss_reason:
             self._say("info", "loss", f"Loss {self.executor.loss_kind}: {self.executor.loss_reason}.")
         if self.executor.loss_kind == "fused" and any(example.weights is not None for example in self.data.train):
@@ -625,12 +697,32 @@ class _Run:
         if self.plan.weights_tier == "device":
             print(f"attention = {described_attention(self.plan)}", flush=True)
         for choice in forecast.plan.reasons:
+            if is_idle(choice):
+                self._say("warning", "settings", f"{choice.setting} has {choice.value}: {choice.reason}.")
+                continue
             print(f"{choice.setting} = {choice.value}: {choice.reason}", flush=True)
         print(
             f"predicted peak {format_bytes(forecast.memory.peak_bytes)} of {format_bytes(self.plan.budget_bytes)}, "
             f"{forecast.speed.tokens_per_s:.0f} tokens/s",
             flush=True,
         )
+
+    def _idle_in_this_data(self) -> Iterator[str]:
+        """Wishes that change nothing with this data and model; the planner has told those that never do."""
+        output, patience = self.config.output, self.config.health.patience
+        wanting = {"output.keep_best": output.keep_best, "health.patience": patience > 0}
+        wanting["output.evaluate_every"] = output.evaluate_every not in ("auto", 0)
+        if not self.data.held_out:
+            for name in (name for name, wanted in wanting.items() if wanted):
+                yield f"{name} has no effect: 0 sequences are held out. Give more data, or a larger data.eval_share."
+        elif patience and patience >= math.ceil(self.order.total_steps / self.evaluate_every):
+            evaluations = math.ceil(self.order.total_steps / self.evaluate_every)
+            yield (
+                f"health.patience has no effect: the run has {evaluations} evaluations, and {patience} without a "
+                "better one would end it."
+            )
+        if self.config.model.revision is not None and local_folder(self.config.model) is not None:
+            yield "model.revision has no effect: a folder has no revisions."
 
     def _stored_as(self) -> str:
         adapters = f", adapters in {self.plan.trained_format}" if self.config.trains_adapter else ""

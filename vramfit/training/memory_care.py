@@ -77,6 +77,17 @@ class MemoryCare:
             told += map(_note, self.executor.governor.after_step(reading, cost))
         return reading, told
 
+    def fewer_rows(self, rows: int, where: str) -> Note:
+        """Memory ran out in a trial before step 1: at most `rows` at once, now and in later runs of this kind."""
+        self.executor.recovery.most_rows = rows
+        self._remember(ended_run=False)
+        return Note(
+            kind="out-of-memory",
+            level="warning",
+            message=f"Memory ran out {where}, before step 1: the run begins with {rows} sequences at a time. The "
+            "gradient is the same.",
+        )
+
     def ran_out(self) -> None:
         """The run ends because memory ran out: its next attempt must not do the same."""
         self._remember(ended_run=True)

@@ -2,7 +2,7 @@
 
 The planner takes what its estimate says is fastest of all that fit; a real card may be quicker with less at a time
 (caches, kernels that suit one shape). A step's gradient does not depend on the cut, and less needs less memory, so only
-smaller ones are tried, and what is found is remembered.
+smaller ones are tried, and what is found is remembered. What has no room is left out, and limits the run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Any, Final
 from vramfit.engine.accelerators import synchronize
 from vramfit.engine.compiling import nothing_changed
 from vramfit.engine.loss import Batch
+from vramfit.engine.recovery import attempt
 from vramfit.engine.resident import ResidentExecutor
+from vramfit.training.compile_choice import Fewer
 from vramfit.training.kept_trials import remember, remembered
 from vramfit.training.memory_care import Note
 
@@ -35,17 +37,31 @@ def candidates(most: int) -> list[int]:
     return list(dict.fromkeys(max(1, most >> halving) for halving in range(HALVINGS + 1)))
 
 
-def fastest_rows(executor: ResidentExecutor, cut: Cut, *, most: int, folder: Path, kind: str) -> Iterator[Note | int]:
+def fastest_rows(
+    executor: ResidentExecutor, cut: Cut, *, most: int, folder: Path, kind: str, fewer: Fewer
+) -> Iterator[Note | int]:
     """Try them on one step's rows, or remember; yields the number to use, and what there is to tell.
 
-    No weight and no random state changes. `kind` names runs for which one trial stands.
+    No weight and no random state changes. `kind` names runs for which one trial stands. Where memory runs out there
+    are `fewer` sequences; what a single one has no room for, the first step says with its numbers.
     """
-    kind = f"{kind} | {most} rows"
+    asked, kind = most, f"{kind} | {most} rows"
     known = remembered(folder / FILE, kind)
     seconds = _seconds_of(known, most)
     if seconds is None:
         seconds = rehearse(executor, cut, candidates(most))
-        remember(folder / FILE, kind, {str(rows): took for rows, took in seconds.items()})
+        while not seconds and most > 1:
+            most = max(1, most >> (HALVINGS + 1))
+            seconds = rehearse(executor, cut, candidates(most))
+        fitted = max(seconds, default=1)
+        if fitted < asked:
+            yield fewer(fitted, f"when {asked} sequences at a time were tried")
+        if not seconds:
+            yield 1
+            return
+        most = fitted
+        if fitted == asked:
+            remember(folder / FILE, kind, {str(rows): took for rows, took in seconds.items()})
     best = min(seconds, key=lambda rows: seconds[rows])
     chosen = best if seconds[most] >= WORTH_IT * seconds[best] else most
     yield chosen
@@ -54,20 +70,30 @@ def fastest_rows(executor: ResidentExecutor, cut: Cut, *, most: int, folder: Pat
 
 
 def rehearse(executor: ResidentExecutor, cut: Cut, rows: Sequence[int]) -> dict[int, float]:
-    """Seconds of one step's forward and backward passes for each number of rows at once, the median of some turns."""
+    """Seconds of one step's forward and backward passes for each number of rows at once, the median of some turns.
+
+    Numbers for which memory runs out are left out.
+    """
     took: dict[int, list[float]] = {each: [] for each in rows}
     with nothing_changed(executor):
         for number in range(ROUNDS + 1):  # the first in each shape also warms caches
-            for each in rows:
+            for each in list(took):
                 batches = cut(each)
-                synchronize(executor.device)
-                began = time.perf_counter()
-                executor.rehearse(batches)
-                synchronize(executor.device)
+                seconds, _ = attempt(lambda batches=batches: _seconds(executor, batches), executor.device)  # type: ignore[misc]
                 executor.optimizer.zero_grad(set_to_none=True)
-                if number:
-                    took[each].append(time.perf_counter() - began)
+                if seconds is None:
+                    del took[each]
+                elif number:
+                    took[each].append(seconds)
     return {each: statistics.median(seconds) for each, seconds in took.items()}
+
+
+def _seconds(executor: ResidentExecutor, batches: Sequence[Batch]) -> float:
+    synchronize(executor.device)
+    began = time.perf_counter()
+    executor.rehearse(batches)
+    synchronize(executor.device)
+    return time.perf_counter() - began
 
 
 def _seconds_of(known: Any, most: int) -> dict[int, float] | None:

@@ -118,3 +118,43 @@ def test_states_may_move_between_the_device_and_ram(tiny):
         train(executor, tiny, range(2, 4))
     wanted, found = here.state()[0], there.state()[0]
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lion"])
+@pytest.mark.parametrize(("then", "now"), [(32, 8), (8, 32), (8, 4), (4, 8), (32, 4), (4, 32)])
+def test_states_of_other_bits_are_converted(tiny, optimizer, then, now):
+    """To what the new format can say of them: going to 32 bits nothing is lost, to fewer half a level at most."""
+    if optimizer == "lion" and 4 in (then, now):
+        pytest.skip("lion has no 4-bit states")
+    batch = [tiny.pad(tiny.sequences(9, 12))]
+    old = executor_for(tiny, {"optimizer": optimizer, "optimizer_bits": then})
+    for _ in range(3):
+        old.step(batch, 1e-3)
+    tensors, values = old.state()
+    new = executor_for(tiny, {"optimizer": optimizer, "optimizer_bits": now})
+    new.load_state({name: each.clone() for name, each in tensors.items()}, json.loads(json.dumps(values)))
+
+    for name, parameter in new.model.named_parameters():
+        wanted, found = in_fp32(old, old.model.get_parameter(name), then), in_fp32(new, parameter, now)
+        assert found.keys() == wanted.keys()
+        for key, value in wanted.items():
+            if now == 32:
+                assert torch.equal(found[key], value)
+            else:
+                span = value.abs().max().item()
+                assert (found[key] - value).abs().max() <= {8: 0.02, 4: 0.2}[now] * span
+    assert new.step(batch, 1e-3).loss == pytest.approx(old.step(batch, 1e-3).loss, rel=1e-4)
+
+
+def in_fp32(executor, parameter, bits):
+    from vramfit.engine.low_bit import LowBit
+
+    state, found = executor.optimizer.state[parameter], {}
+    for key, value in state.items():
+        if key.endswith("_codes"):
+            name = key.removesuffix("_codes")
+            stored = LowBit.on(value.device, bits, signed=name != "exp_avg_sq")
+            found[name] = stored.read(value, state[f"{name}_scales"], 0, parameter.numel()).view(parameter.shape)
+        elif not key.endswith("_scales"):
+            found[key] = value
+    return found

@@ -44,6 +44,39 @@ def test_case_105_a_part_that_is_cut_off_is_named(tiny: Any, batches: list[Any])
         check_gradients_reach(executor, batches)
 
 
+@pytest.mark.parametrize(("bears", "known"), [(64, True), (16, True), (8, True), (7, False)])
+def test_a_trial_without_room_is_made_with_fewer_tokens_or_told(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, bears: int, known: bool
+) -> None:
+    executor = executor_for(attach_adapters(tiny.build("llama"), rank=4, alpha=8, seed=0), tiny)
+    real, tried = ResidentExecutor._sums, []
+
+    def limited(self: Any, piece: Any, *arguments: Any, **options: Any) -> Any:
+        tried.append(piece.input_ids.shape[1])
+        if tried[-1] > bears:
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+        return real(self, piece, *arguments, **options)
+
+    monkeypatch.setattr(ResidentExecutor, "_sums", limited)
+    told = check_gradients_reach(executor, [tiny.pad(tiny.sequences(100))])
+    assert told == "" if known else "memory ran out in the trial (Tried to allocate 2.00 GiB)" in told
+    assert tried[-1] <= max(bears, 8)
+
+
+def test_the_governor_makes_room_for_the_trial(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = executor_for(attach_adapters(tiny.build("llama"), rank=4, alpha=8, seed=0), tiny)
+    real, room = ResidentExecutor._sums, []
+
+    def limited(self: Any, piece: Any, *arguments: Any, **options: Any) -> Any:
+        if len(room) < 2:
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+        return real(self, piece, *arguments, **options)
+
+    monkeypatch.setattr(ResidentExecutor, "_sums", limited)
+    executor.recovery.relieve = lambda: room.append("a block recomputes") or "so"  # type: ignore[func-returns-value]
+    assert check_gradients_reach(executor, [tiny.pad(tiny.sequences(20))]) == ""
+
+
 def test_gradients_that_are_all_zero_are_refused(tiny: Any, batches: list[Any]) -> None:
     model = tiny.build("llama", tie_word_embeddings=False)
     with torch.no_grad():

@@ -256,10 +256,16 @@ def test_memory_that_runs_out_in_an_evaluation_halves_what_goes_together(trains:
     with PseudoCard(failing=(40, 400)) as card:  # in the first two, then in the second of them
         found, counted = here.evaluate(held_out)
 
-    assert card.raised == 2 and here.recovery.most_rows == 1
+    assert card.raised == 2 and here.evaluation_rows == 1 and here.recovery.most_rows == 0
+    assert "evaluations go on with 1 sequences at a time" in here.evaluation_recovered
     assert counted == tokens and found == pytest.approx(loss, rel=1e-6)
-    with PseudoCard(failing=(40, 80)), pytest.raises(WontFit, match="a single sequence"):
-        here.evaluate(held_out)
+    with PseudoCard(failing=(40,)), pytest.raises(WontFit, match="in an evaluation, with a single sequence"):
+        here.evaluate(held_out)  # one micro-batch of one row at a time by now
+    undisturbed.step(batches(), 1e-3)
+    here.step(batches(), 1e-3)
+    assert undisturbed.evaluate(batches()) == undisturbed.evaluate(batches())
+    one, other = (dict(executor.model.named_parameters()) for executor in (undisturbed, here))
+    assert all(torch.equal(one[name], other[name]) for name in one if one[name].device.type != "meta")
 
 
 def test_memory_that_runs_out_while_a_block_is_stepped_never_steps_it_twice(

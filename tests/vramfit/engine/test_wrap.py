@@ -221,7 +221,7 @@ def test_a_loss_function_may_give_the_sum_of_its_weights(micro_batch):
 
 def test_bad_wishes_and_bad_batches_are_named():
     model, optimizer = classifier()
-    with pytest.raises(ConfigError, match="micro-batch of 0"):
+    with pytest.raises(ConfigError, match="micro_batch is 0, and a piece has"):
         vramfit.wrap(model, optimizer, micro_batch=0)
     with pytest.raises(ConfigError, match="-1"):
         vramfit.wrap(model, optimizer, max_grad_norm=-1)
@@ -241,9 +241,9 @@ def test_what_cannot_be_trained_is_refused_when_wrapped():
     other, _ = classifier()
     with pytest.raises(ConfigError, match="0 of the 4 trained parameters"):
         vramfit.wrap(other, optimizer)
-    with pytest.raises(ConfigError, match="'bf32' is no precision"):
+    with pytest.raises(ConfigError, match="precision is 'bf32', which is none of the 4"):
         vramfit.wrap(model, optimizer, precision="bf32")
-    with pytest.raises(ConfigError, match="-1 blocks"):
+    with pytest.raises(ConfigError, match="recompute is -1, and it is a whole number"):
         vramfit.wrap(model, optimizer, recompute=-1)
     with pytest.raises(ModelError, match="0 parameters,"):
         vramfit.wrap(nn.Tanh(), optimizer)

@@ -105,5 +105,5 @@ def test_keys_that_say_nothing_do_not_change_how_tokens_are_counted() -> None:
 
 def test_a_limit_that_is_no_number_is_refused() -> None:
     model = plain()
-    with pytest.raises(ConfigError, match="The gradient norm cannot be limited to nan"):
+    with pytest.raises(ConfigError, match="max_grad_norm is nan, and a norm is a number"):
         vramfit.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=float("nan"))

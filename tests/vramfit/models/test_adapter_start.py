@@ -10,7 +10,13 @@ import transformers
 
 from tests.vramfit.models.tiny_families import TINY, tiny_config
 from vramfit.errors import CheckpointError, ModelError
-from vramfit.models.adapter_start import ROWS_OF_A_BATCH, start_adapters, start_from_inputs, taken_from_base
+from vramfit.models.adapter_start import (
+    ROWS_OF_A_BATCH,
+    rounded_away,
+    start_adapters,
+    start_from_inputs,
+    taken_from_base,
+)
 from vramfit.models.adapters import NAME, adapted_layers, attach_adapters, scale_of
 
 TOKENS = torch.randint(0, 128, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -93,6 +99,24 @@ def test_orthogonal_factors_cancel_and_an_odd_rank_is_refused():
         assert (b @ a).norm() < 1e-5 * a.norm() * b.norm()
     with pytest.raises(ModelError, match="halves the rank, and 3 is odd"):
         started(base(), "orthogonal", rank=3)
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_what_rounding_the_base_anew_loses_is_known(start):
+    """As much as the published base with the exported adapter differs from what was trained."""
+    whole = base().bfloat16()
+    published = {name: each.clone().float() for name, each in whole.named_parameters()}
+    model = started(whole, start)
+    taken = taken_from_base(model)
+    lost = wanted = 0.0
+    for name, layer in adapted_layers(model):
+        scale = layer.scaling[NAME]
+        exported = published[f"{name}.weight"] - scale * taken[name].b @ taken[name].a
+        lost += (exported - layer.get_base_layer().weight.float()).square().sum().item()
+        wanted += published[f"{name}.weight"].square().sum().item()
+    assert 1e-4 < rounded_away(model) < 1e-2
+    assert rounded_away(model) == pytest.approx((lost / wanted) ** 0.5, rel=1e-4)
+    assert rounded_away(started(base(), start)) < 1e-6
 
 
 @pytest.mark.parametrize("start", ["pissa", "olora"])

@@ -93,6 +93,43 @@ def test_qlora_has_a_four_bit_base_that_trains_on_the_cpu(small, model_folder, t
     assert layer.lora_B.default.weight.grad.abs().max() > 0
 
 
+def test_rows_that_are_no_whole_number_of_blocks_are_computed_rightly_on_the_cpu(small, tmp_path):
+    """Widths of 96 and 160: bitsandbytes takes wrong scales there. Logits, an adapter's gradient and merged weights are
+    those of a model whose linears hold what the 4 bits stand for."""
+    pytest.importorskip("bitsandbytes")
+    import transformers
+
+    from vramfit.engine.nf4 import dequantise_plainly, quantise_plainly
+    from vramfit.models.adapters import attach_adapters, merged_state
+
+    torch.manual_seed(5)
+    shape = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=96, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4
+    )
+    plain = transformers.LlamaForCausalLM(shape)
+    plain.save_pretrained(tmp_path / "odd")
+    plan = small.plan(method="qlora", weight_format="nf4")
+    model = load_model(small.config(tmp_path / "odd", "qlora"), plan, cache=tmp_path)
+    for module in plain.model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            shape_of = tuple(module.weight.shape)
+            module.weight.data = dequantise_plainly(quantise_plainly(module.weight), shape_of, torch.float32)
+    exact = attach_adapters(
+        plain,
+        rank=small.config(tmp_path / "odd", "qlora").adapter.rank,
+        alpha=small.config(tmp_path / "odd", "qlora").lora_alpha,
+        seed=small.config(tmp_path / "odd", "qlora").seed,
+    )
+    name = "base_model.model.model.layers.0.mlp.down_proj.lora_B.default.weight"
+    found = []
+    for each in (model, exact):
+        logits = each(TOKENS).logits
+        gradient = torch.autograd.grad(logits.square().mean(), each.get_parameter(name))[0]
+        found.append((logits, gradient, merged_state(each)["model.layers.1.mlp.down_proj.weight"]))
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() < 1e-3 * other.norm()
+
+
 def test_a_four_bit_base_that_was_evaluated_still_has_its_gradients(small, model_folder, tmp_path):
     """On CPUs with bf16 units bitsandbytes repacks an evaluated weight; nothing flows back through that layout."""
     plan = small.plan(method="qlora", weight_format="nf4")

@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from vramfit.config import RunConfig
+from tests.vramfit.engine.conftest import build, make_plan
+from vramfit.config import RunConfig, ScheduleChoice
 from vramfit.engine import compiling
 from vramfit.engine.compiling import CompiledBlocks, Trial
+from vramfit.engine.optimizers import build_optimizer
+from vramfit.engine.resident import Piece, ResidentExecutor
 from vramfit.planning.plan import Plan
 from vramfit.training import compile_choice
 from vramfit.training.compile_choice import compiled_blocks, settle
 from vramfit.training.loop import train
+from vramfit.training.memory_care import Note
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # a compiler notes much about torch's own code
 
@@ -107,11 +111,11 @@ def test_a_trial_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     executor: Any = Executor()
     for _ in range(2):
         blocks = CompiledBlocks(a_model())
-        (note,) = settle(blocks, executor, "piece", wish="auto", folder=tmp_path, kind="a card | a model")  # type: ignore[arg-type]
+        (note,) = settled(blocks, executor, "piece", folder=tmp_path, kind="a card | a model")
         assert blocks.on == (faster > 1)
         assert f"{faster:.2f} times as fast" in note.message and "900 launches a pass before, 300 after" in note.message
     assert tried == ["piece"]
-    list(settle(CompiledBlocks(a_model()), executor, "piece", wish="auto", folder=tmp_path, kind="another"))  # type: ignore[arg-type]
+    settled(CompiledBlocks(a_model()), executor, "piece", folder=tmp_path, kind="another")
     assert len(tried) == 2
 
 
@@ -121,5 +125,68 @@ def test_a_broken_memory_of_trials_is_tried_again(monkeypatch: pytest.MonkeyPatc
     for text in ("{", "[]", '{"kind | default": 3}', '{"kind | default": {"launches": [1]}}'):
         (tmp_path / compile_choice.FILE).write_text(text, encoding="utf-8")
         executor: Any = Executor()
-        (note,) = settle(CompiledBlocks(a_model()), executor, "piece", wish="auto", folder=tmp_path, kind="kind")  # type: ignore[arg-type]
+        (note,) = settled(CompiledBlocks(a_model()), executor, "piece", folder=tmp_path, kind="kind")
         assert "a trial" in note.message
+
+
+def settled(blocks: CompiledBlocks, executor: Any, piece: Any, *, folder: Path, kind: str) -> list[Any]:
+    def never(rows: int, where: str) -> Any:
+        raise AssertionError("memory did not run out")
+
+    return list(settle(blocks, executor, piece, wish="auto", folder=folder, kind=kind, fewer=never))
+
+
+@pytest.mark.parametrize(
+    ("wish", "compiled_rows", "plain_rows", "on", "rows", "told"),
+    [
+        ("auto", 1, 4, False, 0, ["Blocks are not compiled: memory ran out when blocks were compiled, with 4"]),
+        ("auto", 1, 1, True, 1, ["Memory ran out when blocks were compiled, with 4", "with 2", "times as fast"]),
+        ("auto", 0, 0, False, 1, ["with 4", "with 2", "Blocks are not compiled"]),
+        ("default", 2, 4, True, 2, ["Memory ran out when blocks were compiled, with 4", "launches a pass before"]),
+        ("default", 0, 4, False, 1, ["with 4", "with 2", "Blocks are not compiled: memory ran out"]),
+    ],
+)
+def test_a_trial_without_room_does_with_less_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    wish: str,
+    compiled_rows: int,
+    plain_rows: int,
+    on: bool,
+    rows: int,
+    told: list[str],
+) -> None:
+    """Compiled blocks have room for so many sequences, plain ones for so many: the real trial decides."""
+    executor = an_executor()
+    blocks = CompiledBlocks(executor.model)
+    real = ResidentExecutor.gradients
+
+    def limited(self: Any, piece: Any, **options: Any) -> Any:
+        if piece.rows > (compiled_rows if blocks.on else plain_rows):
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+        return real(self, piece, **options)
+
+    monkeypatch.setattr(ResidentExecutor, "gradients", limited)
+    monkeypatch.setattr(compiling, "WORTH_IT", 0.0)
+    limits: list[int] = []
+
+    def fewer(count: int, where: str) -> Note:
+        limits.append(count)
+        return Note(kind="out-of-memory", message=f"Memory ran out {where}")
+
+    piece = Piece(
+        input_ids=torch.arange(3, 51).view(4, 12),
+        labels=torch.arange(3, 51).view(4, 12),
+        attention_mask=None,
+        position_ids=None,
+    )
+    notes = list(settle(blocks, executor, piece, wish=wish, folder=tmp_path, kind="a card", fewer=fewer))
+    assert len(notes) == len(told)
+    assert all(words in note.message for words, note in zip(told, notes, strict=True))
+    assert blocks.on == on and (limits[-1] if limits else 0) == rows
+    assert all(parameter.grad is None for parameter in executor.model.parameters())
+
+
+def an_executor() -> ResidentExecutor:
+    model, plan = build("llama"), make_plan(micro_batch=4)
+    return ResidentExecutor(model, plan=plan, optimizer=build_optimizer(model, ScheduleChoice(), plan))

@@ -111,21 +111,70 @@ def test_the_message_has_the_numbers() -> None:
 def test_a_plateau_is_told_once_after_two_blocks_that_did_not_fall() -> None:
     """Blocks of 100: falling to step 400, level from there. The fifth is below the fourth, the next two are not."""
     steps = noisy(1000, lambda step: 4 - 2 * min(step, 400) / 400, spread=0.002)
-    assert told_at(Plateau(1000), steps) == [700]
+    assert told_at(Plateau(1000, peak_rate=1e-3), steps) == [700]
 
 
 def test_after_falling_again_a_second_plateau_is_told() -> None:
     steps = noisy(1500, lambda step: 4.0 if step <= 500 else 2.0, spread=0.002)
-    assert told_at(Plateau(1000), steps) == [300, 800]
+    assert told_at(Plateau(1000, peak_rate=1e-3), steps) == [300, 800]
 
 
 def test_a_loss_that_falls_is_no_plateau() -> None:
-    assert told_at(Plateau(2000), noisy(2000, lambda step: 4 - 3 * step / 2000)) == []
+    assert told_at(Plateau(2000, peak_rate=1e-3), noisy(2000, lambda step: 4 - 3 * step / 2000)) == []
 
 
 def test_coming_to_rest_at_a_low_rate_is_no_plateau() -> None:
     steps = [replace(step, learning_rate=1e-3 if step.step <= 100 else 1e-5) for step in noisy(1000, lambda _: 2.0)]
-    assert told_at(Plateau(1000), steps) == []
+    assert told_at(Plateau(1000, peak_rate=1e-3), steps) == []
+
+
+def test_a_run_resumed_at_a_low_rate_is_told_no_plateau() -> None:
+    """Also from a checkpoint that knows nothing of it: the peak is the schedule's."""
+    steps = [replace(step, learning_rate=5e-5) for step in noisy(1000, lambda _: 2.0)]
+    assert told_at(Plateau(1000, peak_rate=1e-3), steps) == []
+
+
+@pytest.mark.parametrize("cut", [3, 90, 99, 100, 106, 250, 320, 650, 701])
+def test_a_resumed_run_is_told_what_the_whole_run_is(cut: int) -> None:
+    """Spikes, plateaus and a collapse of speed, none twice, none begun anew."""
+
+    def speed(step: int) -> float:
+        return 300.0 if 95 <= step < 320 else 1000.0
+
+    steps = [
+        replace(each, tokens_per_s=speed(each.step))
+        for each in noisy(900, lambda step: 6.0 if 98 <= step < 110 else 4 - 2 * min(step, 400) / 400, spread=0.002)
+    ]
+
+    def watches() -> Watches:
+        return Watches.of_steps(1000, peak_rate=1e-3, where="a card, 4 rows")
+
+    whole, first, second = watches(), watches(), watches()
+    wanted = [(now.step, found.kind) for now in steps for found in whole.step(now)]
+    heard = [(now.step, found.kind) for now in steps[:cut] for found in first.step(now)]
+    second.load_state(json.loads(json.dumps(first.state())))
+    heard += [(now.step, found.kind) for now in steps[cut:] for found in second.step(now)]
+    assert heard == wanted
+    assert {kind for _, kind in wanted} == {"loss-spike", "plateau", "slow"}
+
+
+def test_what_is_usual_on_another_machine_is_found_out_anew() -> None:
+    first, second = (
+        Watches.of_steps(1000, peak_rate=1e-3, where="fast"),
+        Watches.of_steps(1000, peak_rate=1e-3, where="slow"),
+    )
+    for step in range(1, 101):
+        first.step(metrics(step, tokens_per_s=1000.0))
+    second.load_state(first.state())
+    assert [found for step in range(101, 201) for found in second.step(metrics(step, tokens_per_s=200.0))] == []
+
+
+@pytest.mark.parametrize("values", [{}, {"LossSpikes": 3}, {"Plateau": {"block": None}}, {"SpeedCollapse": {}}])
+def test_a_checkpoint_that_knows_nothing_of_it_is_watched_from_here_on(values: dict[str, object]) -> None:
+    watches = Watches.of_steps(1000, peak_rate=1e-3)
+    watches.load_state(values)
+    steps = noisy(60, lambda step: 4.0 if step == 50 else 2.0)
+    assert [now.step for now in steps for _ in watches.step(now)] == [50]
 
 
 # ---- speed ----------------------------------------------------------------------------------------------------------
@@ -209,7 +258,7 @@ def test_a_mistake_in_a_watch_ends_the_watch_and_not_the_run(capsys: pytest.Capt
 
 def test_watching_a_step_takes_less_than_a_hundredth_of_a_fast_one() -> None:
     """The fastest steps that are worth training take tens of milliseconds; a hundredth of 20 ms is 200 us."""
-    watches, steps = Watches.of_steps(10_000), noisy(2000, lambda step: 2.0)
+    watches, steps = Watches.of_steps(10_000, peak_rate=1e-3), noisy(2000, lambda step: 2.0)
     began = time.process_time()
     for now in steps:
         watches.step(now)

@@ -13,6 +13,7 @@ from vramfit.engine import governor
 from vramfit.engine.loss import TokenLoss
 from vramfit.engine.memory_limits import FILE
 from vramfit.errors import WontFit
+from vramfit.training import loop
 from vramfit.training.loop import train
 
 Build = Callable[..., RunConfig]
@@ -142,3 +143,71 @@ def test_the_file_of_limits_is_plain(
     ((kind, limit),) = values["limits"].items()
     assert "pretrain" in kind and torch.__version__ in kind
     assert limit["rows"] == 2 and limit["bytes"] > 0 and limit["ended_run"] is False
+
+
+def test_an_evaluation_without_room_does_not_shrink_what_trains(
+    small_run: Build, kept: Keep, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told once; the steps are those of a run that had room, bit for bit, and so are the steps after a resume."""
+    config = small_run(
+        data={"eval_share": 0.3},
+        memory={"micro_batch": 3},
+        output={"evaluate_every": 2, "checkpoint_every": 4, "prompts": [], "sample_tokens": 0},
+    )
+    calm, heard, cut, resumed = kept(), kept(), kept(), kept()
+    train(config, folder=tmp_path / "calm", cache=own_cache, recorder=calm)
+    real = TokenLoss.sums
+
+    def limited(self: Any, inputs: Any, targets: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled() and len(inputs["input_ids"]) > 1:
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+        return real(self, inputs, targets, **options)
+
+    monkeypatch.setattr(TokenLoss, "sums", limited)
+    train(config, folder=tmp_path / "run", cache=own_cache, recorder=heard)
+    assert told(heard, "out-of-memory") == [
+        "Memory ran out in an evaluation; evaluations go on with 1 sequences at a time, and training with as many as "
+        "before."
+    ]
+    assert heard.losses == calm.losses and not (own_cache / FILE).exists()
+    wanted = [each.loss for each in calm.evaluations]
+    assert [each.loss for each in heard.evaluations] == pytest.approx(wanted, rel=1e-5)
+
+    train(config, folder=tmp_path / "cut", cache=own_cache, recorder=cut, should_stop=lambda: len(cut.metrics) >= 3)
+    train(config, folder=tmp_path / "cut", cache=own_cache, recorder=resumed, resume=True)
+    assert told(resumed, "out-of-memory") == []  # the checkpoint knows
+    assert [each.loss for each in resumed.evaluations] == [each.loss for each in heard.evaluations][-3:]
+
+
+def test_a_trial_of_rows_without_room_is_told_and_remembered(
+    small_run: Build, kept: Keep, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_run(memory={"micro_batch": "auto"}, schedule={"sequences_per_step": 4})
+    monkeypatch.setattr(loop._Run, "tries_rows", lambda self, run_s: True)  # as on a card, in a long run
+    bear_only(monkeypatch, 2)
+    first, second = kept(), kept()
+    train(config, folder=tmp_path / "first", cache=own_cache, recorder=first)
+    (message,) = told(first, "out-of-memory")
+    assert message.startswith(
+        "Memory ran out when 4 sequences at a time were tried, before step 1: the run begins with 2"
+    )
+    train(config, folder=tmp_path / "second", cache=own_cache, recorder=second)
+    (message,) = told(second, "out-of-memory")
+    assert "2 sequences at a time fitted: this one begins with 2, not 4" in message
+    assert len(first.metrics) == len(second.metrics) == 7
+
+
+def test_text_that_has_no_room_is_told_and_ends_nothing(
+    small_run: Build, kept: Keep, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: Any, **__: Any) -> str:
+        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(loop, "generate", no_room)
+    heard = kept()
+    train(small_run(), folder=tmp_path / "run", cache=own_cache, recorder=heard)
+    assert len(heard.metrics) == 7 and heard.samples == []
+    assert told(heard, "sample") == [
+        f"No text was written {stage} training: memory ran out (Tried to allocate 2.00 GiB)."
+        for stage in ("before", "after")
+    ]
