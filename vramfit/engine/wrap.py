@@ -334,7 +334,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return reprlib.repr(value)
+    shown: str = reprlib.repr(value)
+    return shown
 
 
 def _check_blocks(model: nn.Module, wish: str) -> None:

@@ -143,7 +143,11 @@ def test_states_of_other_bits_are_converted(tiny, optimizer, then, now):
             else:
                 span = value.abs().max().item()
                 assert (found[key] - value).abs().max() <= {8: 0.02, 4: 0.2}[now] * span
-    assert new.step(batch, 1e-3).loss == pytest.approx(old.step(batch, 1e-3).loss, rel=1e-4)
+    losses = []
+    for executor in (new, old):
+        torch.manual_seed(4)  # dropout
+        losses.append(executor.step(batch, 1e-3).loss)
+    assert losses[0] == losses[1]
 
 
 def in_fp32(executor, parameter, bits):
