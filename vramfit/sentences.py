@@ -77,6 +77,7 @@ ENGLISH: Final[Mapping[str, str]] = {
     "loss.one": "All logits of a micro-batch are one small chunk, whose gradient is taken at once",
     "loss.chunks": "At most {rows} rows of logits are there at once, instead of {size} for all",
     "weights.nf4": "The frozen base is stored in 4 bits, adapters are trained in fp32",
+    "weights.int8": "You set it: the frozen base is stored in 8 bits, adapters are trained in fp32",
     "weights.fp32": "Trained weights stay in fp32: in 16 bits most small updates would be rounded away",
     "weights.frozen16": "The frozen base is stored as it is computed with, adapters are trained in fp32",
     "weights.frozen": "The frozen base is stored as it is computed with",

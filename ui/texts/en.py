@@ -63,6 +63,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "memory.activations": ("Activations", "Keep (fast), in 8 bits, recompute (small), or with inputs in RAM."),
     "memory.attention": ("Attention", "Which kernel computes attention. auto: the fastest there is."),
     "memory.loss": ("Loss", "How the loss over the vocabulary is computed."),
+    "memory.base_weights": (
+        "Base weights",
+        "How QLoRA stores its frozen base: 4 bits (NF4), or 8 bits: closer to the original, twice the memory.",
+    ),
     "memory.trained_weights": ("Trained weights", "fp32, or bf16 with stochastic rounding: half the memory."),
     "memory.optimizer": ("Optimizer", "The rule that turns gradients into updates."),
     "memory.optimizer_bits": ("Optimizer bits", "Bits of each state. 8 and 4 save memory, nearly as exact."),

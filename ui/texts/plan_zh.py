@@ -47,6 +47,7 @@ SENTENCES: dict[str, str] = {
     "loss.one": "一个微批的 logits 只有一小块，当场就求出梯度",
     "loss.chunks": "同时最多有 {rows} 行 logits，而不是全部的 {size}",
     "weights.nf4": "冻结的基座以 4 位存放，适配器用 fp32 训练",
+    "weights.int8": "由您设定：冻结的基座以 8 位存放，适配器用 fp32 训练",
     "weights.fp32": "训练的权重保持 fp32：用 16 位时大多数小的更新会被舍掉",
     "weights.frozen16": "冻结的基座按计算精度存放，适配器用 fp32 训练",
     "weights.frozen": "冻结的基座按计算精度存放",

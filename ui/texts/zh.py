@@ -52,6 +52,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "memory.activations": ("激活值", "保留（快）、压成 8 位、重算（省），或把输入放到内存。"),
     "memory.attention": ("注意力", "用哪种内核计算注意力。auto：可用的最快一种。"),
     "memory.loss": ("损失计算", "怎样计算整个词表上的损失。"),
+    "memory.base_weights": ("基座权重", "QLoRA 如何存放冻结的基座：4 位（NF4），或 8 位：更接近原模型，占用加倍。"),
     "memory.trained_weights": ("训练的权重", "fp32，或随机舍入的 bf16：省一半显存。"),
     "memory.optimizer": ("优化器", "把梯度变成更新的规则。"),
     "memory.optimizer_bits": ("优化器位数", "每个状态的位数。8 和 4 省显存，几乎一样准。"),

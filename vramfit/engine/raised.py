@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from vramfit.config import Precision
 from vramfit.engine.loss import TokenLoss
+from vramfit.engine.packed import packed_weights
 from vramfit.engine.precision import DTYPES
 
 Part = Literal["head", "norms", "all"]
@@ -129,10 +130,11 @@ def _widened(value: Any) -> Any:
 def _weights_in_fp32(module: nn.Module) -> Iterator[None]:
     """A module's own 16-bit weights as fp32 ones made of them, through which gradients flow to them; and of a module
     that unpacks its weights into a format (bitsandbytes' 4-bit linears), that format."""
+    few = packed_weights(module)  # unpacked into the format of what they are multiplied with
     own = {
         name: value
         for name, value in module._parameters.items()
-        if value is not None and value.dtype in _SIXTEEN_BITS and not hasattr(value, "quant_state")
+        if value is not None and value.dtype in _SIXTEEN_BITS and name not in few and not hasattr(value, "quant_state")
     }
     holder: Any = module
     unpacked = getattr(module, "compute_dtype", None)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from vramfit.engine.nf4 import Nf4Linear
+from vramfit.engine.packed import PackedLinear, packed_weights
 from vramfit.errors import ModelError
 from vramfit.models.adapter_targets import ALL_LINEAR, adapted_names
 from vramfit.models.dora import row_lengths, use_short_dora
@@ -110,7 +110,7 @@ def merged_tensors(whole: nn.Module, *, without: str = "") -> dict[str, torch.Te
                 tensor = beside[key].merged(tensor)
             elif key == "weight" and base is not module:
                 tensor = _merged(module, tensor)
-            if key == "weight" and isinstance(base, Nf4Linear) and base.transposed:
+            if key == "weight" and isinstance(base, PackedLinear) and base.transposed:
                 tensor = tensor.t().contiguous()
             state[f"{name}.{key}".removeprefix(".")] = tensor.detach()
     return state
@@ -130,8 +130,7 @@ def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = dict(module.named_parameters(recurse=False))
     skipped = module._non_persistent_buffers_set
     tensors |= {name: buffer for name, buffer in module.named_buffers(recurse=False) if name not in skipped}
-    if isinstance(module, Nf4Linear):
-        tensors["weight"] = module.unpacked()
+    tensors |= {name: packed.whole.unpacked(tensors[name].dtype) for name, packed in packed_weights(module).items()}
     quantised: Any = getattr(module, "weight", None)
     if getattr(quantised, "quant_state", None) is not None:
         from bitsandbytes.functional import dequantize_4bit

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vramfit.engine.nf4 import Nf4Linear
+from vramfit.engine.packed import PackedLinear, packed_weights
 from vramfit.models.hollow import is_hollow
 
 _SQUARES = "base_squares"
@@ -47,7 +47,10 @@ def measure_rows(part: nn.Module) -> None:
 
 def _visits(module: Any) -> bool:
     """Whether the base's weights are not there, and are measured when they come."""
-    weight = module.get_base_layer().weight
+    base = module.get_base_layer()
+    if isinstance(base, PackedLinear):
+        return any(part is None for part in packed_weights(base)["weight"].parts.values())
+    weight = base.weight
     return isinstance(weight, Tensor) and not weight.is_meta and is_hollow(weight)
 
 
@@ -94,7 +97,7 @@ def _through_base(module: Any, rows: Tensor) -> Tensor:
     """rows [r, in] through the base's weights, without bias: [r, out] transposed to [out, r]."""
     base = module.get_base_layer()
     weight = base.weight
-    if isinstance(base, Nf4Linear):
+    if isinstance(base, PackedLinear):
         found: Tensor = base.forward(rows.to(weight.dtype)).float()
         return (found if base.bias is None else found - base.bias.float()).T
     if getattr(weight, "quant_state", None) is not None:  # the kernel unpacks it, a piece at a time where it can
@@ -110,7 +113,7 @@ def _row_squares(module: Any) -> Tensor:
     from peft.utils.integrations import dequantize_module_weight
 
     base = module.get_base_layer()
-    weight: Tensor = base.unpacked() if isinstance(base, Nf4Linear) else dequantize_module_weight(base)
+    weight: Tensor = base.unpacked() if isinstance(base, PackedLinear) else dequantize_module_weight(base)
     rows = weight.T if module.fan_in_fan_out else weight
     starts = range(0, len(rows), _ROWS_AT_ONCE)
     return torch.cat([rows[start : start + _ROWS_AT_ONCE].float().square().sum(dim=1) for start in starts])

@@ -34,9 +34,9 @@ def hollow_model(shape: Any, *, dtype: torch.dtype, attention: str) -> nn.Module
     return model  # type: ignore[no-any-return]
 
 
-def hollow(like: Tensor) -> Tensor:
+def hollow(like: Tensor, device: torch.device | str = "cpu") -> Tensor:
     """A tensor of the shape and format of `like` that takes four bytes or fewer."""
-    return torch.zeros((), dtype=like.dtype).expand(like.shape)
+    return torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)
 
 
 def is_hollow(tensor: Tensor) -> bool:

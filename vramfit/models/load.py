@@ -15,7 +15,8 @@ from torch import nn
 
 from vramfit.config import STARTER_MODEL, ModelChoice, RunConfig
 from vramfit.engine.last_blocks import train_last_blocks
-from vramfit.engine.nf4 import BLOCK, Nf4Linear
+from vramfit.engine.nf4 import BLOCK
+from vramfit.engine.packed import PackedLinear
 from vramfit.engine.precision import DTYPES
 from vramfit.errors import ModelError
 from vramfit.models.architecture import Architecture
@@ -23,6 +24,7 @@ from vramfit.models.attention import implementation
 from vramfit.models.catalogue import architecture_of, may_be_hub_id
 from vramfit.models.files import check_folder, read_config, weight_files
 from vramfit.models.tokenizer import cannot_load, load_options, local_folder
+from vramfit.planning.memory import QUANTISED
 from vramfit.planning.plan import Plan
 
 _ENDS: Final = 2**20
@@ -43,13 +45,27 @@ def load_model(
         return _weights_in(build_starter(implementation(plan)), _weight_dtype(plan)).to(plan.device)
     if config.method == "pretrain":
         return _untrained(config.model, plan).to(plan.device)
+    if plan.weight_format in QUANTISED:
+        return adapted(_quantised(config, plan), config, start_file, resumed=resumed)
     model = _trained(config.model, plan)
     if not config.trains_adapter:
         train_last_blocks(model, plan.last_blocks)
         return model.to(plan.device)
-    if plan.weight_format != "nf4":  # those are where they belong, and bitsandbytes refuses to move them twice
-        model = model.to(plan.device)
-    return adapted(model, config, start_file, resumed=resumed)
+    return adapted(model.to(plan.device), config, start_file, resumed=resumed)
+
+
+def _quantised(config: RunConfig, plan: Plan) -> nn.Module:
+    """A frozen base in few bits: as its files have it, or packed on the way in."""
+    from vramfit.models.quantised import is_stored_quantised, load_quantised
+
+    if not is_stored_quantised(config.model):
+        return load_quantised(config, plan)
+    if plan.weight_format != "nf4":
+        raise ModelError(
+            f"{config.model.source} is stored in 4 bits, and cannot be had in {plan.weight_format}",
+            "Set the base's weights to auto, or choose the original 16-bit model.",
+        )
+    return _trained(config.model, plan)
 
 
 def adapted(model: nn.Module, config: RunConfig, start_file: Path | None, *, resumed: bool) -> nn.Module:
@@ -237,12 +253,12 @@ def _compute_rightly(model: nn.Module, dtype: torch.dtype) -> None:
         linear: Any = module
         if linear.in_features % BLOCK:
             parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, Nf4Linear.of_library(linear, dtype))
+            setattr(model.get_submodule(parent), leaf, PackedLinear.of_library(linear, dtype))
 
 
 def _weight_dtype(plan: Plan) -> torch.dtype:
     """The format of weights that are not quantised; beside an nf4 base, that is what is computed in."""
-    return DTYPES[plan.compute if plan.weight_format == "nf4" else plan.weight_format]
+    return DTYPES[plan.compute if plan.weight_format in QUANTISED else plan.weight_format]
 
 
 def _nf4(plan: Plan) -> Any:

@@ -14,26 +14,33 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from vramfit.config import ModelChoice, RunConfig
+from vramfit.config import RunConfig
 from vramfit.engine.activations import find_blocks
 from vramfit.engine.blocks import BlockStream, Layout, Tier, WideningStream
 from vramfit.engine.last_blocks import train_last_blocks
 from vramfit.engine.later import Later
-from vramfit.engine.nf4 import PARTS, Nf4Linear, part_shapes, quantise
 from vramfit.engine.precision import DTYPES
 from vramfit.engine.tiers import DiskTier, FilesTier, FrozenBeforeTrained, RamTier
 from vramfit.engine.visiting import VisitedBlocks, VisitingTable
 from vramfit.errors import ModelError
-from vramfit.models.files import check_folder
+from vramfit.models.attention import implementation
 from vramfit.models.hollow import hollow_model
+from vramfit.models.quantised import (
+    PACKED,
+    folder_of,
+    load_buffers,
+    make_quantised,
+    quantise_into,
+    read,
+    shape_of,
+    tensors_of,
+)
 from vramfit.models.stored import StoredTensor
-from vramfit.models.tokenizer import cannot_load, load_options, local_folder
 from vramfit.models.weight_sources import Source, weight_sources
 from vramfit.planning.memory import QUANTISED, head_visits
 from vramfit.planning.plan import Plan
 
-_ATTENTION: Final = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2"}
-_FORMATS: Final = ("fp32", "bf16", "fp16", "nf4")
+_FORMATS: Final = ("fp32", "bf16", "fp16", *PACKED)
 
 Attach = Callable[[nn.Module], nn.Module]
 
@@ -50,10 +57,10 @@ def open_streamed(
         raise ModelError(
             f"Weights in {plan.weight_format} cannot be streamed", f"Choose one of: {', '.join(_FORMATS)}."
         )
-    folder = _folder_of(config.model)
-    shape = _shape_of(config.model, folder)
+    folder = folder_of(config.model)
+    shape = shape_of(config.model, folder)
     dtype = DTYPES[plan.compute if plan.weight_format in QUANTISED else plan.weight_format]
-    model = hollow_model(shape, dtype=dtype, attention=_ATTENTION[plan.attention])
+    model = hollow_model(shape, dtype=dtype, attention=implementation(plan))
     if attach is None:
         train_last_blocks(model, plan.last_blocks)
     else:
@@ -61,9 +68,9 @@ def open_streamed(
     sources = weight_sources(model, folder)
     blocks, prefix = _blocks_of(model)
     own = [_sources_of(block, f"{prefix}.{index}", sources) for index, block in enumerate(blocks)]
-    if plan.weight_format == "nf4":
+    if plan.weight_format in PACKED:
         for block in blocks:
-            make_quantised(block)
+            make_quantised(block, PACKED[plan.weight_format])
     turn = plan.first_trained(len(blocks))
     trains = range(turn, len(blocks)) if attach is None else range(0)
     tier = _tier(plan, blocks, own, scratch, trains=trains)
@@ -92,7 +99,7 @@ def _tier(
 ) -> Tier:
     """Blocks on disk stay in the model's own files as long as their numbers do not change; all others are copied."""
     layouts = [Layout(tensors_of(block)) for block in blocks]
-    in_files = plan.weight_format != "nf4" and plan.weights_tier == "disk"
+    in_files = plan.weight_format not in PACKED and plan.weights_tier == "disk"
     if in_files and not trains:
         return _files_tier(layouts, own)
     turn = trains.start if in_files else 0
@@ -138,40 +145,8 @@ def _fill(
             if name in views:
                 source.read_into(views[name])
             else:
-                _quantise_into(views, name, source, block)
+                quantise_into(views, name, source, block)
         write(index, flat[: layout.nbytes])
-
-
-def _quantise_into(views: Mapping[str, Tensor], name: str, source: Source, block: nn.Module) -> None:
-    module = name.rpartition(".")[0]
-    linear: Any = block.get_submodule(module)
-    shape = linear.weight.t().shape if linear.transposed else linear.weight.shape
-    weight = torch.empty(shape, dtype=linear.weight.dtype)
-    source.read_into(weight)
-    parts = quantise(weight.t().contiguous() if linear.transposed else weight)
-    for part in PARTS:
-        views[f"{module}.{part}"].copy_(getattr(parts, part))
-
-
-def tensors_of(block: nn.Module) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name, shape and format of all that a block needs; a linear in 4 bits needs its parts instead of its weight."""
-    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    packed = {name for name, module in block.named_modules() if isinstance(module, Nf4Linear)}
-    for name, parameter in block.named_parameters():
-        module, _, leaf = name.rpartition(".")
-        if module in packed and leaf == "weight":
-            found |= {f"{module}.{part}": place for part, place in part_shapes(parameter.numel()).items()}
-        else:
-            found[name] = (tuple(parameter.shape), parameter.dtype)
-    return found
-
-
-def make_quantised(block: nn.Module) -> None:
-    """Its linears become ones whose weights come in 4 bits."""
-    for name, module in list(block.named_modules()):
-        if type(module) is nn.Linear or type(module).__name__ == "Conv1D":
-            parent, _, leaf = name.rpartition(".")
-            setattr(block.get_submodule(parent) if parent else block, leaf, Nf4Linear.of(module))
 
 
 def _blocks_of(model: nn.Module) -> tuple[list[nn.Module], str]:
@@ -207,22 +182,13 @@ def _load_outside(
             if id(parameter) not in made:
                 made[id(parameter)] = _loaded(sources[_name_of(model, parameter)], parameter, device)
             module._parameters[name] = made[id(parameter)]
-    _load_buffers(model, sources, device)
+    load_buffers(model, sources, device)
     if looks_up:
         source = sources[_name_of(model, embedding.weight)]
         in_file = plan.weights_tier == "disk" and isinstance(source, StoredTensor)
         rows = source.rows if in_file and isinstance(source, StoredTensor) else _rows_in_ram(source, embedding.weight)
         embedding.forward = functools.partial(_look_up, embedding, embedding.forward, rows)
     return {name: _later(sources[name], each) for each in left_out for name in (_name_of(model, each),)}
-
-
-def _load_buffers(model: nn.Module, sources: Mapping[str, Source], device: torch.device) -> None:
-    """All of the model's buffers, which are small, to the device: from its files where they have them."""
-    for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            source = sources.get(f"{path}.{name}".removeprefix("."))
-            if buffer is not None:
-                module._buffers[name] = (buffer if source is None else _read(source, buffer)).to(device)
 
 
 def _visiting_head(model: Any, sources: Mapping[str, Source]) -> VisitingTable:
@@ -235,7 +201,7 @@ def _visiting_head(model: Any, sources: Mapping[str, Source]) -> VisitingTable:
 
 def _later(source: Source, like: Tensor) -> Later:
     empty = like.detach()  # hollow
-    return Later(shape=tuple(like.shape), dtype=like.dtype, read=functools.partial(_read, source, empty))
+    return Later(shape=tuple(like.shape), dtype=like.dtype, read=functools.partial(read, source, empty))
 
 
 def _name_of(model: nn.Module, parameter: nn.Parameter) -> str:
@@ -243,17 +209,11 @@ def _name_of(model: nn.Module, parameter: nn.Parameter) -> str:
 
 
 def _loaded(source: Source, like: nn.Parameter, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(_read(source, like).to(device), requires_grad=like.requires_grad)
-
-
-def _read(source: Source, like: Tensor) -> Tensor:
-    whole = torch.empty(like.shape, dtype=like.dtype)
-    source.read_into(whole)
-    return whole
+    return nn.Parameter(read(source, like).to(device), requires_grad=like.requires_grad)
 
 
 def _rows_in_ram(source: Source, like: nn.Parameter) -> Callable[[Tensor], Tensor]:
-    whole = _read(source, like)
+    whole = read(source, like)
     return lambda indices: whole[indices]
 
 
@@ -269,33 +229,3 @@ def _look_up(
         return forward(places.to(tokens.device))
     finally:
         embedding._parameters["weight"], embedding.padding_idx = table, padding
-
-
-# --- where it comes from ---------------------------------------------------------------------------------------------
-
-
-def _folder_of(model: ModelChoice) -> Path:
-    """The model's folder; one on the hub is fetched into the hub's own cache."""
-    folder = local_folder(model)
-    if folder is not None:
-        check_folder(folder)
-        return folder
-    from huggingface_hub import snapshot_download
-
-    try:
-        found = snapshot_download(
-            model.source, revision=model.revision, allow_patterns=["*.safetensors", "*.json", "*.jinja"]
-        )
-    except Exception as error:
-        raise cannot_load(model, None, error, part="weights") from error
-    check_folder(Path(found))
-    return Path(found)
-
-
-def _shape_of(model: ModelChoice, folder: Path) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(folder, **load_options(model, folder))
-    except Exception as error:
-        raise cannot_load(model, folder, error, part="config.json") from error

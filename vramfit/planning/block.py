@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Final
 
 from vramfit.models.architecture import Architecture, Linear
 from vramfit.models.families import (
@@ -41,6 +42,9 @@ from vramfit.models.families import (
 )
 from vramfit.planning.program import PYTHON_KERNELS, Kernels
 from vramfit.planning.tape import Given, Moment, Tape, Value, highest
+
+UNPACKED_AT_ONCE: Final = 2**25
+"""Numbers of experts in one tensor and in few bits that are unpacked together, as whole matrices: at least one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -574,7 +578,6 @@ class _Writer:
         if experts is None:
             raise AssertionError("only blocks with experts have them")
         copies, trains = experts.active, self.formats.trains
-        each = experts.count if experts.modules else 0  # one tensor of all experts is never in few bits
         own = [linear for linear in self.linears if linear.part == "expert"]
         *ups, down = own
         adapted = [linear for linear in own if linear.module and linear.name in self.formats.adapted]
@@ -587,7 +590,7 @@ class _Writer:
             saves=(routed,) if trains or set(adapted) & set(ups) else (),
             trained=self.expert_trained(ups, adapted),
             weights=sum(linear.weights for linear in ups),
-            unpacks=max(linear.weights for linear in ups) // each if each else 0,
+            unpacks=self.unpacked_experts(ups),
         )
         up = self.beside_experts(routed, up, ups)
         if self.shape.family in CLAMPS_GATE:
@@ -604,10 +607,19 @@ class _Writer:
             saves=(product,) if trains or down in adapted else (),
             trained=self.expert_trained((down,), adapted),
             weights=down.weights,
-            unpacks=down.weights // each if each else 0,
+            unpacks=self.unpacked_experts((down,)),
         )
         answers = self.beside_experts(product, answers, (down,))
         return self.combine(answers, routed, copies)
+
+    def unpacked_experts(self, linears: Sequence[Linear]) -> int:
+        """Numbers of experts in few bits that are unpacked together: a module's matrix, or some of a tensor's."""
+        if all(linear.module for linear in linears):
+            return max(linear.inputs * linear.outputs for linear in linears)
+        if not self.kernels.packs_experts:
+            return 0
+        one = sum(linear.inputs * linear.outputs for linear in linears)
+        return one * min(linears[0].copies, max(1, UNPACKED_AT_ONCE // one))
 
     def beside_experts(self, value: Value, result: Value, linears: Sequence[Linear]) -> Value:
         """result + scale B A dropout(x), row by row of what the experts are given."""

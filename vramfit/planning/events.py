@@ -143,10 +143,10 @@ class _Run:
         packs = bool(plan.lora_rank) and plan.weight_format in QUANTISED
         stored = BYTES[plan.weight_format if plan.lora_rank else plan.trained_format]
         for linear in self.shape.linears(layer):
-            packed = packs and linear.module
+            packed = packs and self.work.program.kernels.packs(linear)
             size = linear.weights * (BYTES[plan.compute] if packs and not packed else stored)
             left -= size
-            yield size, 2.0 * linear.weights if packed else 0.0
+            yield size, 2.0 * linear.inputs * linear.outputs if packed else 0.0
         yield left, 0.0
 
     def _adapters(self) -> Iterator[float]:

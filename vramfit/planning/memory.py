@@ -44,16 +44,16 @@ BYTES: Final = {
     "tf32": 4.0,
     "bf16": 2.0,
     "fp16": 2.0,
-    "int8": 1.0 + 2 / 4096,
+    "int8": 1.0 + 4 / 4096,
     "nf4": 0.5 + 1 / 64 + 4 / 16384,
     "nf4-plain": 0.5 + 4 / 64,
     "gptq-int4": 0.5 + 2.5 / 128,
     "gptq-int4-whole": 0.5,
     "gptq-int8": 1.0 + 3 / 128,
 }
-"""Bytes per stored weight. int8: a 16-bit scale per row. nf4, doubly quantised: 4 bits, an 8-bit scale per 64 weights,
-an fp32 per 256 scales; plain: an fp32 scale per 64. GPTQ in groups of 128: a 16-bit scale and a packed zero each;
-whole: one for a column, which is nothing beside the rest."""
+"""Bytes per stored weight. int8: an fp32 scale per row of 4,096. nf4, doubly quantised: 4 bits, an 8-bit scale per 64
+weights, an fp32 per 256 scales; plain: an fp32 scale per 64. GPTQ in groups of 128: a 16-bit scale and a packed zero
+each; whole: one for a column, which is nothing beside the rest."""
 
 QUANTISED: Final = frozenset({"int8", "nf4", "nf4-plain", "gptq-int4", "gptq-int4-whole", "gptq-int8"})
 
@@ -358,7 +358,7 @@ class Work:
     @cached_property
     def weights(self) -> float:
         """The base's weights on this card."""
-        whole = weight_bytes(self.architecture, self.plan)
+        whole = weight_bytes(self.architecture, self.plan, self.program)
         if self.shares_weights:
             scales = self.scales
             return scales + (0.0 if self.streams else (whole - scales) / self.plan.cards)
@@ -389,7 +389,7 @@ class Work:
             return 0.0
         each = BYTES[self.plan.weight_format] - 0.5 if self.plan.weight_format in ("nf4", "nf4-plain") else 0.0
         linears = (linear for layer in range(self.architecture.layers) for linear in self.architecture.linears(layer))
-        return each * sum(linear.weights for linear in linears if linear.module)
+        return each * sum(linear.weights for linear in linears if self.program.kernels.packs(linear))
 
     @property
     def shards_in_ram(self) -> bool:
@@ -406,7 +406,9 @@ class Work:
     @cached_property
     def block_bytes(self) -> tuple[float, ...]:
         """Stored bytes of each block."""
-        return _by_kind(self.architecture, lambda layer: _block_weight_bytes(self.architecture, layer, self.plan))
+        return _by_kind(
+            self.architecture, lambda layer: _block_weight_bytes(self.architecture, layer, self.plan, self.program)
+        )
 
     @property
     def caches_casts(self) -> bool:
@@ -474,7 +476,9 @@ class Work:
         if self.trains_visitors:
             gradients = self.gradients_on_tier
         states = self.optimizer_states + gradients if self.plan.optimizer_tier == "host" else 0.0
-        return states + (weight_bytes(self.architecture, self.plan) if self.plan.weights_tier == "host" else 0.0)
+        return states + (
+            weight_bytes(self.architecture, self.plan, self.program) if self.plan.weights_tier == "host" else 0.0
+        )
 
     @property
     def checkpoint(self) -> float:
@@ -1067,25 +1071,25 @@ def moment_bytes(architecture: Architecture, plan: Plan) -> float:
     return outside + sum(_of_blocks(architecture, plan, of_block, 0.0))
 
 
-def weight_bytes(architecture: Architecture, plan: Plan) -> float:
-    """Bytes of the base weights: a quantised format only for the blocks' linears, the rest as it is computed with."""
+def weight_bytes(architecture: Architecture, plan: Plan, program: Program = OURS) -> float:
+    """Bytes of the base weights: a quantised format for the blocks' linears and experts, all else as computed with."""
     if not plan.lora_rank:
         return BYTES[plan.trained_format] * architecture.params
     if plan.weight_format not in QUANTISED:
         return BYTES[plan.weight_format] * architecture.params
-    blocks = sum(_by_kind(architecture, lambda layer: _block_weight_bytes(architecture, layer, plan)))
+    blocks = sum(_by_kind(architecture, lambda layer: _block_weight_bytes(architecture, layer, plan, program)))
     return BYTES[plan.compute] * architecture.outside_params + blocks
 
 
-def _block_weight_bytes(architecture: Architecture, layer: int, plan: Plan) -> float:
+def _block_weight_bytes(architecture: Architecture, layer: int, plan: Plan, program: Program) -> float:
     """Stored bytes of one block's base weights."""
     params = architecture.params_of_block(layer)
     if not plan.lora_rank:
         return BYTES[plan.trained_format] * params
     if plan.weight_format not in QUANTISED:
         return BYTES[plan.weight_format] * params
-    # A counted block may have fewer parameters than its shape says.
-    linears = min(params, sum(linear.weights for linear in architecture.linears(layer) if linear.module))
+    packed = sum(linear.weights for linear in architecture.linears(layer) if program.kernels.packs(linear))
+    linears = min(params, packed)  # a counted block may have fewer parameters than its shape says
     return BYTES[plan.weight_format] * linears + BYTES[plan.compute] * (params - linears)
 
 

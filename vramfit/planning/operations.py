@@ -55,6 +55,9 @@ _FUSED: Final = frozenset({"norm", "rope", "gated", "attention", "scores", "soft
 """What is still a kernel of its own behind a compiler, beside products and residual additions."""
 
 
+_KERNELS_OF_PIECE: Final = 8
+"""Some experts in few bits through their product: scales widened, codes unpacked, the product, its place."""
+
 _RANK_SIZED: Final = frozenset({"lora_A", "lora_B", "expert_A", "expert_B"})
 """Products of adapters."""
 
@@ -64,8 +67,7 @@ class Product:
     """A matrix product of a block: each row of `inputs` numbers times a matrix of `outputs` columns.
 
     `copies` matrices (experts) get `share` of the rows each, in rows per token. `trained`: its weights get a gradient.
-    `base`: a frozen linear module, which a 4-bit format stores in few bits (experts kept in one tensor stay as they
-    are).
+    `base`: a frozen matrix, which a quantised base has in few bits.
     """
 
     inputs: float
@@ -113,6 +115,9 @@ def block_work(architecture: Architecture, layer: int, formats: Formats, *, comp
     # A product also writes and reads its rows; that is bound by arithmetic, save for a rank-sized one.
     thin = [operation for operation in tape.operations if operation.name in _RANK_SIZED]
     casts = sum(1 for product in products if product.trained) if formats.casts else 0
+    grouped = [operation for operation in tape.operations if operation.name in ("up", "down") and operation.unpacks]
+    pieces = _KERNELS_OF_PIECE * sum(-(-operation.weights // operation.unpacks) for operation in grouped)
+    pieces = pieces if formats.quantised and formats.kernels.packs_experts else 0
     return BlockWork(
         products=products,
         attended=2.0 * (architecture.q_width + architecture.attention_out_width),
@@ -121,9 +126,11 @@ def block_work(architecture: Architecture, layer: int, formats: Formats, *, comp
         + (1.0 if compiled else 3.0) * _added(tape),
         forward_kernels=sum(_launches(operation, compiled=compiled)[0] for operation in between)
         + len(products)
+        + pieces
         + (0 if compiled else casts),
         backward_kernels=sum(_launches(operation, compiled=compiled)[1] for operation in between)
         + sum(3 if product.trained else 1 for product in products)
+        + pieces
         + (0 if compiled else casts + _joins(tape)),
     )
 
@@ -150,6 +157,7 @@ def _product(operation: Operation, architecture: Architecture, formats: Formats)
             copies=experts.count,
             share=experts.active / experts.count,
             trained=formats.trains,
+            base=not formats.trains and (experts.modules or formats.kernels.packs_experts),
         )
     return Product(operation.weights / outputs, outputs, trained=formats.trains, base=not formats.trains)
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
+from vramfit.models.architecture import Linear
 from vramfit.units import GIB
 
 
@@ -29,7 +30,8 @@ class Kernels:
     result stays whole because the values are a view of it. `pads_adapters`: adapters of some parts of it are copied
     into zeros of its width, an operation that keeps what it copies. `copies_heads`: queries lie head by head in memory,
     so does the kernel's result, which is copied to lie token by token. `eager_fp32`: attention's softmax is in fp32.
-    `dropout`: the model's own, of attention's weights and of what each branch returns.
+    `dropout`: the model's own, of attention's weights and of what each branch returns. `packs_experts`: a base in few
+    bits has experts that lie in one tensor so, too, not only linear modules.
     """
 
     norm: Literal["python", "fp32", "fused", "recomputed"] = "python"
@@ -46,6 +48,11 @@ class Kernels:
     copies_heads: bool = False
     eager_fp32: bool = True
     dropout: bool = False
+    packs_experts: bool = False
+
+    def packs(self, linear: Linear) -> bool:
+        """Whether a base in few bits has this matrix so."""
+        return linear.module or (self.packs_experts and linear.part == "expert")
 
     def compiled(self) -> Kernels:
         """Behind torch.compile. What lies between products is one kernel that computes what it needs again from what
@@ -154,6 +161,7 @@ class Program:
 
 OURS: Final = Program(
     name="vramfit",
+    kernels=Kernels(packs_experts=True),
     host_master=4.0,
     own_optimizers=True,
     step_temporary=0.0,

@@ -255,8 +255,8 @@ def _loss_choice(config: RunConfig, plan: Plan, architecture: Architecture, work
 
 
 def _weights_choice(plan: Plan) -> Choice:
-    if plan.weight_format == "nf4":
-        key = "weights.nf4"
+    if plan.weight_format in ("nf4", "int8"):
+        key = f"weights.{plan.weight_format}"
     elif plan.lora_rank:
         key = "weights.frozen" if plan.weight_format == "fp32" else "weights.frozen16"
     else:

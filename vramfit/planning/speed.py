@@ -463,7 +463,7 @@ class _Step:
     def gathered_bytes(self) -> float:
         """Bytes of all weights as they are gathered: quantised as stored, others as they are computed with."""
         if self.plan.lora_rank and self.plan.weight_format in QUANTISED:
-            return weight_bytes(self.architecture, self.plan)
+            return weight_bytes(self.architecture, self.plan, self.program)
         return float(self.formats.compute) * self.architecture.params
 
     @property
@@ -472,7 +472,7 @@ class _Step:
         whatever the number of micro-batches; blocks that train send their gradients back at the same time, over the
         link's other half."""
         layers, plan = self.architecture.layers, self.plan
-        blocks = weight_bytes(self.architecture, plan) * (
+        blocks = weight_bytes(self.architecture, plan, self.program) * (
             1.0 - self.architecture.outside_params / self.architecture.params
         )
         first, stay = plan.first_trained(layers), plan.staying(layers)

@@ -151,12 +151,12 @@ def _reserve(device: Device) -> int:
 
 
 def _weight_format(config: RunConfig, compute: Precision) -> WeightFormat:
-    """Trained weights are fp32 unless bf16 is wished for. A frozen base is stored as it is computed with, or in 4 bits
-    for QLoRA."""
+    """Trained weights are fp32 unless bf16 is wished for. A frozen base is stored as it is computed with, or in few
+    bits for QLoRA."""
     if config.method in ("pretrain", "full"):
         return "bf16" if config.memory.trained_weights == "bf16" else "fp32"
     if config.method == "qlora":
-        return "nf4"
+        return "nf4" if config.memory.base_weights == "auto" else config.memory.base_weights
     return "fp32" if compute == "tf32" else compute
 
 

@@ -27,6 +27,7 @@ def wished(config: RunConfig, architecture: Architecture, device: Device, comput
     return {
         **_optimizer(config, device),
         **_trained_format(config, compute),
+        **_base_format(config),
         **_compiled(config, device),
         "attention": _attention(config, architecture, device, compute),
         "input_tier": _input_tier(config, device),
@@ -150,6 +151,17 @@ def _trained_format(config: RunConfig, compute: Precision) -> dict[str, Any]:
             "Set the precision to bf16, or the trained weights to fp32.",
         )
     return {"trained_format": "bf16"}
+
+
+def _base_format(config: RunConfig) -> dict[str, Any]:
+    wish = config.memory.base_weights
+    if wish != "auto" and config.method != "qlora":
+        raise refused(
+            "memory.base_weights",
+            f"{config.method} has no base in few bits, so {wish} has nothing to be the format of",
+            "Choose the method qlora, or set the base's weights to auto.",
+        )
+    return {}
 
 
 def _compiled(config: RunConfig, device: Device) -> dict[str, Any]:

@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.vramfit.models.tiny_families import BASE, TINY, tiny_config
 from vramfit.engine.activations import recompute_blocks
 from vramfit.errors import ModelError
-from vramfit.models import expert_adapters as own
 from vramfit.models.adapters import attach_adapters, merged_state, modules_of_experts
-from vramfit.models.expert_adapters import ExpertAdapter, attach_expert_adapters, expert_adapters, grouped_product
+from vramfit.models.expert_adapters import ExpertAdapter, attach_expert_adapters, expert_adapters
 
 MIXTURES = [
     (kind, values) for kind, values in TINY if {"num_experts", "num_local_experts", "n_routed_experts"} & {*values}
@@ -130,22 +129,6 @@ def test_recomputed_blocks_give_the_same_gradients_with_dropout() -> None:
 
     for kept, again in zip(gradients(0), gradients(3), strict=True):
         assert torch.equal(kept, again)
-
-
-def test_without_a_kernel_products_are_the_same(monkeypatch) -> None:
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(10, 8, generator=generator, requires_grad=True)
-    matrices = torch.randn(4, 8, 12, generator=generator, requires_grad=True)
-    ends = torch.tensor([3, 3, 7, 10], dtype=torch.int32)
-
-    def made() -> list[torch.Tensor]:
-        product = grouped_product(rows, matrices, ends)
-        return [product.detach(), *torch.autograd.grad(product.square().sum(), (rows, matrices))]
-
-    with_kernel = made()
-    monkeypatch.setattr(own, "_has_kernel", lambda device, dtype: False)
-    for one, other in zip(with_kernel, made(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
 def test_sixteen_bit_experts_have_fp32_adapters_and_sixteen_bit_results() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from vramfit.config import ModelChoice, RunConfig
+from vramfit.engine.packed import packed_weights
 from vramfit.errors import ModelError
 from vramfit.models.load import load_model, read_architecture, weights_fingerprint
 from vramfit.models.tokenizer import load_tokenizer, local_folder
@@ -80,12 +81,12 @@ def test_the_starter_needs_neither_adapters_nor_the_automatic_classes():
 
 
 def test_qlora_has_a_four_bit_base_that_trains_on_the_cpu(small, model_folder, tmp_path):
-    pytest.importorskip("bitsandbytes")
     plan = small.plan(method="qlora", weight_format="nf4")
     model = load_model(small.config(model_folder, "qlora"), plan, cache=tmp_path)
     layer = model.get_submodule("base_model.model.model.layers.0.mlp.up_proj")
-    assert type(layer.base_layer).__name__ == "Linear4bit" and layer.base_layer.weight.dtype == torch.uint8
-    assert layer.base_layer.weight.quant_state.nested  # double quantisation
+    packed = packed_weights(layer.base_layer)["weight"]
+    assert packed.codes.dtype == torch.uint8 and packed.codes.numel() == layer.base_layer.weight.numel() / 2
+    assert packed.scales.dtype == torch.uint8  # double quantisation
     exact = load_model(small.config(model_folder), small.plan(), cache=tmp_path)(TOKENS).logits
     logits = model(TOKENS).logits
     assert (logits - exact).norm() < 0.5 * exact.norm()  # 4 bits of normal random weights
@@ -93,7 +94,8 @@ def test_qlora_has_a_four_bit_base_that_trains_on_the_cpu(small, model_folder, t
     assert layer.lora_B.default.weight.grad.abs().max() > 0
 
 
-def test_rows_that_are_no_whole_number_of_blocks_are_computed_rightly_on_the_cpu(small, tmp_path):
+@pytest.mark.parametrize("stored", [False, True], ids=["packed on the way in", "stored in 4 bits"])
+def test_rows_that_are_no_whole_number_of_blocks_are_computed_rightly_on_the_cpu(small, tmp_path, stored):
     """Widths of 96 and 160: bitsandbytes takes wrong scales there. Logits, an adapter's gradient and merged weights are
     those of a model whose linears hold what the 4 bits stand for."""
     pytest.importorskip("bitsandbytes")
@@ -109,6 +111,12 @@ def test_rows_that_are_no_whole_number_of_blocks_are_computed_rightly_on_the_cpu
     plain = transformers.LlamaForCausalLM(shape)
     plain.save_pretrained(tmp_path / "odd")
     plan = small.plan(method="qlora", weight_format="nf4")
+    if stored:
+        four = transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+        )
+        few = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "odd", quantization_config=four)
+        few.save_pretrained(tmp_path / "odd")
     model = load_model(small.config(tmp_path / "odd", "qlora"), plan, cache=tmp_path)
     for module in plain.model.layers.modules():
         if isinstance(module, torch.nn.Linear):
@@ -131,7 +139,7 @@ def test_rows_that_are_no_whole_number_of_blocks_are_computed_rightly_on_the_cpu
 
 
 def test_a_four_bit_base_that_was_evaluated_still_has_its_gradients(small, model_folder, tmp_path):
-    """On CPUs with bf16 units bitsandbytes repacks an evaluated weight; nothing flows back through that layout."""
+    """On CPUs with bf16 units bitsandbytes' own modules repack an evaluated weight, for good."""
     plan = small.plan(method="qlora", weight_format="nf4")
     model = load_model(small.config(model_folder, "qlora"), plan, cache=tmp_path)
     adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
