@@ -89,7 +89,10 @@ class Stretch:
 def packed_weights(module: nn.Module) -> Mapping[str, Packed]:
     """The weights of `module` itself that are in few bits, by their names; {} where it has none."""
     found: Any = module._modules.get("packed")
-    return {name: each for name, each in found.items()} if type(found) is nn.ModuleDict else {}
+    if type(found) is not nn.ModuleDict:
+        return {}
+    both: Any = found
+    return dict(both.items())
 
 
 class PackedLinear(nn.Linear):
