@@ -365,7 +365,8 @@ def _other_blocks(model: nn.Module, blocks: nn.ModuleList) -> list[str]:
 
 
 def _name_in(model: nn.Module, part: nn.Module) -> str:
-    return next(name for name, each in model.named_modules() if each is part)
+    found: str = next(name for name, each in model.named_modules() if each is part)
+    return found
 
 
 def _changed_by_pieces(model: nn.Module) -> list[str]:

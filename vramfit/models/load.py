@@ -188,7 +188,7 @@ def _untrained(model: ModelChoice, plan: Plan) -> nn.Module:
 
 
 def _trained(model: ModelChoice, plan: Plan) -> nn.Module:
-    """A model with its weights, quantised on the way in when the plan says nf4."""
+    """A model with its weights as its files have them, in few bits where those do."""
     from transformers import AutoModelForCausalLM
 
     folder = local_folder(model)
@@ -201,9 +201,12 @@ def _trained(model: ModelChoice, plan: Plan) -> nn.Module:
         "output_loading_info": True,
         **load_options(model, folder),
     }
-    if plan.weight_format == "nf4":
-        options |= {"quantization_config": _nf4(plan), "device_map": {"": plan.device}}
-    elif plan.device != "cpu":
+    packed = plan.weight_format in QUANTISED
+    if packed:
+        from vramfit.models.adapters import quiet_bitsandbytes
+
+        quiet_bitsandbytes()
+    if plan.device != "cpu" or packed:
         options["device_map"] = {"": plan.device}  # straight to the card, without a whole copy in RAM
     try:
         loaded, report = AutoModelForCausalLM.from_pretrained(folder or model.source, **options)
@@ -216,8 +219,8 @@ def _trained(model: ModelChoice, plan: Plan) -> nn.Module:
             "Download the model again, completely.",
         )
     trained: nn.Module = loaded
-    if plan.weight_format == "nf4":
-        _keep_trainable(trained)
+    if packed:
+        _keep_trainable(trained, _weight_dtype(plan))
         if plan.device == "cpu":
             _compute_rightly(trained, _weight_dtype(plan))
     return own_weights(trained)
@@ -236,11 +239,13 @@ def own_weights(model: nn.Module) -> nn.Module:
     return model
 
 
-def _keep_trainable(model: nn.Module) -> None:
-    """On CPUs with bf16 units bitsandbytes repacks a 4-bit weight when it is evaluated, for good, into a layout whose
-    product has no gradient: what is trained after the first evaluation would be something else."""
+def _keep_trainable(model: nn.Module, dtype: torch.dtype) -> None:
+    """Compute in `dtype`, whatever the files say. On CPUs with bf16 units bitsandbytes repacks a 4-bit weight when it is
+    evaluated, for good, into a layout whose product has no gradient: what is trained after the first evaluation would
+    be something else."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
+            setattr(module, "compute_dtype", dtype)  # noqa: B010
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010 - a plain attribute, unknown to nn.Module
 
 
@@ -259,21 +264,6 @@ def _compute_rightly(model: nn.Module, dtype: torch.dtype) -> None:
 def _weight_dtype(plan: Plan) -> torch.dtype:
     """The format of weights that are not quantised; beside an nf4 base, that is what is computed in."""
     return DTYPES[plan.compute if plan.weight_format in QUANTISED else plan.weight_format]
-
-
-def _nf4(plan: Plan) -> Any:
-    """4-bit NormalFloat with double quantisation (QLoRA, Dettmers et al. 2023)."""
-    from vramfit.models.adapters import quiet_bitsandbytes
-
-    quiet_bitsandbytes()
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=DTYPES[plan.compute],
-    )
 
 
 def quiet_transformers() -> None:

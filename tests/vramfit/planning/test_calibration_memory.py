@@ -74,7 +74,7 @@ def test_the_predicted_peak_is_that_of_a_real_comparison(changes: dict[str, Any]
 
 
 def test_only_a_run_that_compares_has_the_phase() -> None:
-    plan = make_plan(compute="bf16", micro_batch=ROWS, max_length=LENGTH)
+    plan = make_plan(compute="bf16", micro_batch=ROWS, max_length=LENGTH, recompute=0, accumulation=1)
     shape = from_config(SHAPE.to_dict(), "tiny")
     assert "calibration" not in {phase.name for phase in estimate_memory(shape, plan, WORK).phases}
     compared = estimate_memory(shape, dataclasses.replace(plan, calibrates=True), WORK)
