@@ -240,8 +240,8 @@ def own_weights(model: nn.Module) -> nn.Module:
 
 
 def _keep_trainable(model: nn.Module, dtype: torch.dtype) -> None:
-    """Compute in `dtype`, whatever the files say. On CPUs with bf16 units bitsandbytes repacks a 4-bit weight when it is
-    evaluated, for good, into a layout whose product has no gradient: what is trained after the first evaluation would
+    """Compute in `dtype`, whatever the files say. On CPUs with bf16 units bitsandbytes repacks a 4-bit weight when it
+    is evaluated, for good, into a layout whose product has no gradient: what is trained after the first one would
     be something else."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

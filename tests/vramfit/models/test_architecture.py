@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.vramfit.models.tiny_families import TINY, tiny_config, tiny_ids
+from tests.vramfit.models.tiny_families import ONLY_COUNTED, TINY, tiny_config, tiny_ids
 from vramfit.errors import ModelError
 from vramfit.models import catalogue, families
 from vramfit.models.architecture import from_config
@@ -43,7 +43,7 @@ def transformers_models() -> Any:
     return torch, transformers
 
 
-@pytest.mark.parametrize(("model_type", "values"), TINY, ids=tiny_ids())
+@pytest.mark.parametrize(("model_type", "values"), TINY + ONLY_COUNTED, ids=tiny_ids(TINY + ONLY_COUNTED))
 def test_counts_of_tiny_models_are_those_of_transformers(
     transformers_models: Any, model_type: str, values: dict[str, Any]
 ) -> None:
