@@ -3,8 +3,8 @@
 FLOPs per token that passes the model, with N the numbers in matrix products a token passes (active parameters without
 the embedding look-up): forward 2N, gradient of the input 2N, gradient of the weights 2N. So full training 6N, LoRA 4N
 (plus 6 times the adapters), 2N for blocks before the first that trains, and 2N more for blocks that are recomputed.
-Attention adds, forward and causal, 2 x layers x query width x length per token, twice that backward. The head counts
-only for tokens that carry loss.
+Attention adds, forward and causal, 2 x query width x length per token and block, twice that backward; a block with a
+sliding window less (`_attended`). The head counts only for tokens that carry loss.
 
 Seconds are those of the operations (`operations.py`) at what the device reaches (`rates.py`):
 
@@ -126,13 +126,13 @@ def estimate_speed(
 def flops_per_token(architecture: Architecture, plan: Plan, *, length: float, trained_share: float = 1.0) -> float:
     """FLOPs of forward and backward for one token of a sequence of `length` tokens (derivation above)."""
     passes, head = 4.0 if plan.lora_rank else 6.0, 6.0 if head_trains(architecture, plan) else 4.0
-    attention = 2.0 * architecture.layers * architecture.q_width * _attended(architecture, length)
     with_backward = _share_with_backward(architecture, plan)
     return (
         (2.0 + (passes - 2.0) * with_backward) * _block_params(architecture)
         + head * architecture.head_params * trained_share
         + 6.0 * _adapters(architecture, plan)
-        + (1.0 + 2.0 * with_backward) * attention
+        + _attention_flops(architecture, length)
+        + 2.0 * _attention_flops(architecture, length, first=plan.first_trained(architecture.layers))
         + _recomputed_flops(architecture, plan, length)
     )
 
@@ -144,9 +144,10 @@ def _share_with_backward(architecture: Architecture, plan: Plan) -> float:
 
 def _recomputed_flops(architecture: Architecture, plan: Plan, length: float) -> float:
     """FLOPs per token of the forward that is done again."""
-    attention = 2.0 * architecture.layers * architecture.q_width * _attended(architecture, length)
-    forward = 2.0 * (_block_params(architecture) + _adapters(architecture, plan)) + attention
-    return (0.5 if plan.selective else 1.0) * plan.recompute / architecture.layers * forward
+    layers = architecture.layers
+    attention = _attention_flops(architecture, length, first=plan.first_trained(layers)) / plan.trained_layers(layers)
+    forward = 2.0 * (_block_params(architecture) + _adapters(architecture, plan)) / layers + attention
+    return (0.5 if plan.selective else 1.0) * plan.recompute * forward
 
 
 def _block_params(architecture: Architecture) -> float:
@@ -164,10 +165,21 @@ def _adapters(architecture: Architecture, plan: Plan) -> int:
     )
 
 
-def _attended(architecture: Architecture, length: float) -> float:
-    """Twice the mean number of positions a token looks at: the length when causal, less with a sliding window."""
+def _attention_flops(architecture: Architecture, length: float, *, first: int = 0) -> float:
+    """FLOPs per token of attention forward, in the blocks from `first` on: a multiplication and an addition for each
+    position looked at and number of a query, and as many for the values."""
+    width = architecture.q_width + architecture.attention_out_width
+    slides = [architecture.slides(layer) for layer in range(first, architecture.layers)]
+    return float(width * sum(_attended(architecture, length, slides=each) for each in slides))
+
+
+def _attended(architecture: Architecture, length: float, *, slides: bool) -> float:
+    """Twice the mean number of positions a token of a block looks at: the length L when causal; where the block slides
+    with a window w below L, its first w tokens look at w/2 in the mean and the others at w: 2w - w^2 / L."""
     window = architecture.sliding_window
-    return length if window is None else min(length, 2.0 * window)
+    if not slides or window is None or length <= window:
+        return length
+    return window * (2.0 - window / length)
 
 
 def padded_length(plan: Plan, workload: Workload) -> float:
@@ -207,6 +219,16 @@ class _Busy:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """Blocks that do the same: how many, how many of them have a backward, what one does, and whether it slides."""
+
+    count: int
+    back: int
+    work: BlockWork
+    slides: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Step:
     """One optimizer step on one card: `passes` micro-batches, each of `tokens`."""
 
@@ -227,20 +249,21 @@ class _Step:
         return formats_of(self.architecture, self.plan, self.program, length=int(self.length))
 
     @cached_property
-    def kinds(self) -> tuple[tuple[int, int, BlockWork], ...]:
-        """(how many blocks, how many of them have a backward, what one does) of those without experts and of those
-        with."""
-        shape, layers = self.architecture, self.architecture.layers
-        first = self.plan.first_trained(layers)
-        experts = [bool(shape.experts and shape.experts.at(layer)) for layer in range(layers)]
+    def kinds(self) -> tuple[_Kind, ...]:
+        """The blocks, by whether they have experts and whether they slide."""
+        shape, first = self.architecture, self.plan.first_trained(self.architecture.layers)
+        alike: dict[tuple[bool, bool], list[int]] = {}
+        for layer in range(shape.layers):
+            kind = bool(shape.experts and shape.experts.at(layer)), shape.slides(layer)
+            alike.setdefault(kind, []).append(layer)
         return tuple(
-            (
-                experts.count(has),
-                experts[first:].count(has),
-                block_work(shape, layer, self.formats, compiled=self.plan.compiled),
+            _Kind(
+                count=len(layers),
+                back=sum(layer >= first for layer in layers),
+                work=block_work(shape, layers[0], self.formats, compiled=self.plan.compiled),
+                slides=slides,
             )
-            for has, layer in ((False, 0), (True, layers - 1))
-            if has in experts
+            for (_, slides), layers in alike.items()
         )
 
     @cached_property
@@ -287,8 +310,8 @@ class _Step:
     def busy(self) -> _Busy:
         """One micro-batch: forward, what is recomputed, backward, head and loss."""
         total = self.head() + _Busy(0.0, self.weight_traffic / self.rates.bandwidth)
-        for count, back, work in self.kinds:
-            total += self.forward(work).times(count) + (self.again(work) + self.backward(work)).times(back)
+        for kind in self.kinds:
+            total += self.forward(kind).times(kind.count) + (self.again(kind) + self.backward(kind)).times(kind.back)
         return total
 
     @property
@@ -296,29 +319,29 @@ class _Step:
         """The share of the blocks with a backward whose forward is done again."""
         return self.plan.recompute / self.plan.trained_layers(self.architecture.layers)
 
-    def again(self, work: BlockWork) -> _Busy:
+    def again(self, kind: _Kind) -> _Busy:
         """What backward does of forward again: all of it, or when recompute is selective what the program makes again
         (every second product and what lies between, or attention's inside)."""
-        whole = self.forward(work).times(self.recomputed)
+        whole = self.forward(kind).times(self.recomputed)
         if not self.plan.selective:
             return whole
-        attention = self.attention(work) * self.recomputed
+        attention = self.attention(kind) * self.recomputed
         if self.program.selective == "attention":
             return _Busy(attention, 0.0)
         return _Busy((whole.compute - attention) / 2, whole.memory)
 
-    def forward(self, work: BlockWork) -> _Busy:
-        size, tokens = float(self.formats.compute), self.tokens
+    def forward(self, kind: _Kind) -> _Busy:
+        size, tokens, work = float(self.formats.compute), self.tokens, kind.work
         products = sum(
             product.copies
             * self.rates.product_seconds(tokens * product.share, product.inputs, product.outputs, size=size)
             for product in work.products
         )
-        return _Busy(products + self.attention(work), tokens * work.forward_bytes / self.rates.bandwidth)
+        return _Busy(products + self.attention(kind), tokens * work.forward_bytes / self.rates.bandwidth)
 
-    def backward(self, work: BlockWork) -> _Busy:
+    def backward(self, kind: _Kind) -> _Busy:
         """The gradient of each product's input, that of its weights where they train, and twice attention."""
-        size, tokens, seconds = float(self.formats.compute), self.tokens, 0.0
+        size, tokens, work, seconds = float(self.formats.compute), self.tokens, kind.work, 0.0
         for product in work.products:
             rows = tokens * product.share
             each = self.rates.product_seconds(rows, product.outputs, product.inputs, size=size)
@@ -326,21 +349,23 @@ class _Step:
                 each += self.rates.product_seconds(product.inputs, rows, product.outputs, size=size)
             seconds += product.copies * each
         return _Busy(
-            seconds + 2.0 * self.attention(work) / ATTENTION_BACKWARD,
+            seconds + 2.0 * self.attention(kind) / ATTENTION_BACKWARD,
             tokens * work.backward_bytes / self.rates.bandwidth,
         )
 
-    def attention(self, work: BlockWork) -> float:
-        """Seconds of one block's attention forward: half of all pairs when causal and not masked."""
-        pairs = _attended(self.architecture, self.length) / 2.0
-        whole = self.plan.attention == "eager" or self.plan.packing
-        if whole:
-            pairs = self.length
-        slower = MASKED_ATTENTION if self.plan.packing and self.plan.attention != "eager" else 1.0
-        rate = slower * self.rates.attention_rate(self.length, self.architecture.head_dim)
-        if self.plan.attention == "eager":
+    def attention(self, kind: _Kind) -> float:
+        """Seconds of one block's attention forward. Where a kernel knows that it is causal (and FlashAttention of the
+        window) it skips what nobody looks at; scores that are written out, and SDPA with a mask, take all pairs."""
+        shape, formats = self.architecture, self.formats
+        written = formats.attention in ("eager", "math")
+        masked = not written and (formats.masked or (formats.window and kind.slides))
+        pairs = self.length if written or masked else _attended(shape, self.length, slides=kind.slides) / 2.0
+        rate = self.rates.attention_rate(self.length, shape.head_dim)
+        if masked:
+            rate *= MASKED_ATTENTION
+        if written:
             rate = self.rates.dense * self.rates.reach
-        return self.tokens * work.attended * pairs / rate
+        return self.tokens * kind.work.attended * pairs / rate
 
     def head(self) -> _Busy:
         """Logits of the tokens that carry loss, and everything made of them."""
@@ -363,7 +388,7 @@ class _Step:
         their gradients back, gradients of further micro-batches added."""
         plan, size = self.plan, float(self.formats.compute)
         blocks = sum(
-            count * sum(product.weights for product in work.products if product.base) for count, _, work in self.kinds
+            kind.count * sum(product.weights for product in kind.work.products if product.base) for kind in self.kinds
         )
         moved = 0.0
         if plan.lora_rank and plan.weight_format in QUANTISED:
@@ -387,10 +412,10 @@ class _Step:
     def launches(self) -> float:
         """Seconds the host needs for all kernels of the step, and for the hooks of sharded units."""
         forward = (
-            sum((count + back * self.recomputed) * work.forward_kernels for count, back, work in self.kinds)
+            sum((kind.count + kind.back * self.recomputed) * kind.work.forward_kernels for kind in self.kinds)
             + KERNELS_OUTSIDE / 3
         )
-        backward = sum(back * work.backward_kernels for _, back, work in self.kinds) + KERNELS_OUTSIDE * 2 / 3
+        backward = sum(kind.back * kind.work.backward_kernels for kind in self.kinds) + KERNELS_OUTSIDE * 2 / 3
         kernels = forward * self.rates.forward_launch + backward * self.rates.backward_launch
         hooks = UNIT_SECONDS * sum(self.gathers) if self.shares_weights else 0.0
         return self.passes * (kernels + hooks)

@@ -262,3 +262,55 @@ def test_selective_recompute_costs_half_the_products(plan: Callable[..., Plan]) 
     assert kept.step_seconds < some.step_seconds < again.step_seconds
     products = again.bounds["compute"] - kept.bounds["compute"]
     assert 0.4 < (some.bounds["compute"] - kept.bounds["compute"]) / products < 0.5
+
+
+def windowed(name: str, window: int | None) -> Architecture:
+    return dataclasses.replace(model(name), sliding_window=window)
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "sliding"),
+    [
+        ("google/gemma-2-2b", 4096, 13),  # every second of 26 blocks sees everything
+        ("google/gemma-3-1b-pt", 512, 22),  # every sixth of 26
+        ("CohereForAI/c4ai-command-r7b-12-2024", 4096, 24),
+        ("allenai/Olmo-3-1025-7B", 4096, 24),
+        ("openai/gpt-oss-20b", 128, 12),
+        ("bigcode/starcoder2-3b", 4096, 30),  # all of them slide
+    ],
+)
+def test_only_blocks_that_slide_look_at_less(plan: Callable[..., Plan], name: str, window: int, sliding: int) -> None:
+    """Of 32768 tokens, position by position: min(position + 1, window) where a block slides, else all before it."""
+    shape, length = model(name), 32768
+    assert (shape.sliding_window, sum(shape.slides(layer) for layer in range(shape.layers))) == (window, sliding)
+    looked_at = sum(min(position + 1, window) for position in range(length)) / length
+    all_before = (length + 1) / 2
+    by_hand = 3 * 4 * shape.q_width * (sliding * looked_at + (shape.layers - sliding) * all_before)
+
+    added = flops_per_token(shape, plan(), length=length) - flops_per_token(shape, plan(), length=0)
+
+    assert added == pytest.approx(by_hand, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["google/gemma-2-2b", "CohereForAI/c4ai-command-r7b-12-2024", "bigcode/starcoder2-3b"])
+def test_flash_skips_what_a_window_hides_and_a_mask_takes_all_pairs(plan: Callable[..., Plan], name: str) -> None:
+    """Seconds of attention by the share of blocks that slide: with FlashAttention w (2 - w / L) / L of a causal one's,
+    with SDPA's mask twice as many pairs at 0.7 of the rate."""
+    card, length, window = machine_with("H100").devices[0], 32768, 4096
+    work = dataclasses.replace(LONG, mean_tokens=length, longest_tokens=length)
+
+    def compute(window: int | None, attention: str) -> float:
+        wish = plan(
+            method="lora", device="cuda:0", compute="bf16", weight_format="bf16", lora_rank=8, lora_targets=("q_proj",),
+            max_length=length, micro_batch=1, attention=attention,
+        )  # fmt: skip
+        return estimate_speed(windowed(name, window), wish, card, work).bounds["compute"]
+
+    shape = model(name)
+    share = sum(shape.slides(layer) for layer in range(shape.layers)) / shape.layers
+    flash, masked, causal = compute(window, "flash"), compute(window, "sdpa"), compute(None, "sdpa")
+    assert compute(None, "flash") == pytest.approx(causal)
+    assert compute(length + 1, "flash") == pytest.approx(causal)  # a window that reaches over all hides nothing
+    skipped, more = 1 - window * (2 - window / length) / length, 2 / 0.7 - 1
+    assert (causal - flash) / (masked - causal) == pytest.approx(skipped / more)
+    assert 0 < causal - flash < share * causal
