@@ -32,6 +32,8 @@ ENGLISH: Final[Mapping[str, str]] = {
     "you": "You set it",
     "model.counted": "VRAMFit does not know the family '{family}': its parameters were counted, and its blocks are "
     "taken for a Llama's of the same widths",
+    "model.whole": "transformers has no class for the decoder alone: {count} parameters of its other parts are loaded "
+    "and counted, too",
     "model.parameters": "{count} parameters",
     "budget.free": "{free} of {place} are free, less {reserve} kept in reserve for everything else that runs",
     "budget.short": "You asked for {wish}, but only {free}",

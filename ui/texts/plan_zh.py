@@ -5,6 +5,7 @@ from __future__ import annotations
 SENTENCES: dict[str, str] = {
     "you": "由您设定",
     "model.counted": "VRAMFit 不认识 '{family}' 系列：参数量是数出来的，各层按同样宽度的 Llama 计算",
+    "model.whole": "transformers 没有单独的解码器类：其他部分的 {count} 个参数也会载入，并已计入",
     "model.parameters": "{count} 个参数",
     "budget.free": "{place}空闲 {free}，其中 {reserve} 留给其他程序",
     "budget.short": "您要求 {wish}，但{free}",

@@ -384,13 +384,16 @@ def decoder_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_described(values: object) -> bool:
-    """Whether `from_config` can say all about a config.json, its complaints included: only a decoder whose model_type
-    has no row, and that loads without code of its own, must be counted."""
+    """Whether `from_config` can say all about a config.json, its complaints included. A decoder whose model_type has no
+    row, and that loads without code of its own, must be counted; and a multimodal model: `transformers` alone knows
+    whether it loads the decoder, the whole, or nothing of it as a language model."""
     if not isinstance(values, Mapping):
         return True
     decoder = decoder_values(values)
     if any(one.get("is_encoder_decoder") is True or _quantised_with(one) for one in (values, decoder)):
         return True
+    if decoder is not values and isinstance(values.get("model_type"), str):
+        return False
     model_type = decoder.get("model_type")
     if not isinstance(model_type, str) or (model_type in families.ENCODERS and not decoder.get("is_decoder")):
         return True

@@ -90,9 +90,12 @@ def _of_folder(folder: Path) -> Architecture:
     except RecursionError:
         raise ModelError(f"{path} is nested too deeply", "Download the model's folder again.") from None
     name = folder.name or str(folder)
-    if is_described(values):
-        return from_config(values, name)
-    return counted_architecture(values, name)
+    return architecture_in(values, name)
+
+
+def architecture_in(values: Any, name: str) -> Architecture:
+    """The architecture of what a config.json holds, counted where it is not described. Raises ModelError."""
+    return from_config(values, name) if is_described(values) else counted_architecture(values, name)
 
 
 def _nearest(name: str) -> str:

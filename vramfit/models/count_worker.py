@@ -34,18 +34,16 @@ MLP_WIDTHS: Final = ("ffn_dim", "ffn_hidden_size", "n_inner", "d_inner", "dim_ff
 def counted(values: Mapping[str, Any]) -> dict[str, Any]:
     """What the planner needs of a config.json. Raises whatever `transformers` raises when it cannot build the model.
 
-    Of a multimodal model it is the decoder, where `transformers` has that alone.
+    Of a multimodal model it is what a run loads: the decoder, or the whole where there is no class of it alone.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from vramfit.engine.activations import find_blocks
 
     config = _read(values)
     text = config.get_text_config(decoder=True)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            text if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config, trust_remote_code=False
-        )
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     blocks, widths = find_blocks(model), _widths(text)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     experts, expert_params = _first_number(text, EXPERT_COUNTS), []

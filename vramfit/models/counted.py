@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, Final
 
 from vramfit.errors import ModelError
-from vramfit.models.architecture import Architecture, Experts, decoder_values, from_config, needs_own_code
+from vramfit.models.architecture import Architecture, Experts, decoder_values, from_config, is_described, needs_own_code
 from vramfit.models.config_keys import ACTIVATIONS, tidy
 from vramfit.sentences import say
 
@@ -37,7 +37,10 @@ def _counted(text: str, name: str) -> Architecture:
 
 def from_count(values: Mapping[str, Any], found: Mapping[str, Any], name: str) -> Architecture:
     """The architecture of a config.json of which `count_worker` has `found` the numbers."""
-    values = decoder_values(values)
+    decoder = decoder_values(values)
+    if decoder is not values and is_described(decoder):
+        return _with_other_parts(from_config(values, name), found, name)
+    values = decoder
     # The usual names of widths, as nearly all families have them.
     widths: dict[str, Any] = found["widths"]
     hidden = found["hidden_size"]
@@ -63,6 +66,22 @@ def from_count(values: Mapping[str, Any], found: Mapping[str, Any], name: str) -
     shapes = (_completed(gated, found), _completed(dataclasses.replace(gated, mlp="plain"), found))
     nearest = min(shapes, key=lambda shape: abs(shape.extra_block_params))
     return dataclasses.replace(nearest, notes=tuple(_notes(found, ours)))
+
+
+def _with_other_parts(decoder: Architecture, found: Mapping[str, Any], name: str) -> Architecture:
+    """A described decoder with what a run loads beside it: frozen or not, it lies on the device from the start to the
+    end. Raises ModelError when the decoder is not the counted one."""
+    beside = found["params"] - decoder.params
+    if beside < 0 or found["layers"] != decoder.layers:
+        raise ModelError(
+            f"{name} has {found['layers']} blocks and {found['params']:,} parameters as transformers builds it, and "
+            f"its text part says {decoder.layers} and {decoder.params:,}",
+            "Choose a model whose decoder is a file of its own.",
+        )
+    if not beside:
+        return decoder
+    note = say("model.whole", count=f"{beside:,}")
+    return dataclasses.replace(decoder, extra_params=decoder.extra_params + beside, notes=(*decoder.notes, note))
 
 
 def _usual(hidden: int) -> dict[str, int]:
@@ -120,6 +139,13 @@ def _ask(text: str, name: str) -> dict[str, Any]:
     values = json.loads(text)
     if "error" in answer and values.get("auto_map"):
         raise needs_own_code(str(values.get("model_type")), name)
+    if "error" in answer and decoder_values(values) is not values:
+        raise ModelError(
+            f"{name} is a multimodal model ({tidy(values.get('model_type'))}), which transformers does not load as a "
+            f"language model ({answer['error']})",
+            "Choose a text model, or a copy that holds the decoder alone (model_type "
+            f"{tidy(decoder_values(values).get('model_type'))}).",
+        )
     if "error" in answer:
         raise ModelError(
             f"{name} is of a family VRAMFit does not know, and transformers cannot build it ({answer['error']})",

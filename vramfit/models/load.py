@@ -21,7 +21,7 @@ from vramfit.engine.precision import DTYPES
 from vramfit.errors import ModelError
 from vramfit.models.architecture import Architecture
 from vramfit.models.attention import implementation
-from vramfit.models.catalogue import architecture_of, may_be_hub_id
+from vramfit.models.catalogue import architecture_in, architecture_of, may_be_hub_id
 from vramfit.models.files import check_folder, read_config, weight_files
 from vramfit.models.tokenizer import cannot_load, load_options, local_folder
 from vramfit.planning.memory import QUANTISED
@@ -153,8 +153,6 @@ def read_architecture(model: ModelChoice) -> Architecture:
 
     Raises ModelError.
     """
-    from vramfit.models.architecture import from_config
-
     try:
         return architecture_of(model)
     except ModelError:
@@ -166,7 +164,7 @@ def read_architecture(model: ModelChoice) -> Architecture:
         values = AutoConfig.from_pretrained(model.source, **load_options(model, None)).to_dict()
     except Exception as error:
         raise cannot_load(model, None, error, part="config.json") from error
-    return from_config(values, model.source)
+    return architecture_in(values, model.source)
 
 
 def _untrained(model: ModelChoice, plan: Plan) -> nn.Module:

@@ -11,6 +11,7 @@ from vramfit.config import ModelChoice, RunConfig
 from vramfit.errors import ModelError
 from vramfit.hardware.catalogue import machine_with
 from vramfit.models import families
+from vramfit.models.architecture import from_config
 from vramfit.models.catalogue import architecture_of
 from vramfit.models.count_worker import counted
 from vramfit.models.counted import from_count
@@ -207,3 +208,63 @@ def test_a_family_that_only_its_folder_has_code_for_is_refused_as_such(tmp_path:
     values = {**HELIUM, "model_type": "no_such_family", "auto_map": {"AutoConfig": "configuration.Mine"}}
     with pytest.raises(ModelError, match="only loads with code from its own folder"):
         architecture_of(folder(tmp_path / "odd", values))
+
+
+GEMMA3: dict[str, object] = {
+    "model_type": "gemma3",
+    "mm_tokens_per_image": 4,
+    "text_config": {
+        "model_type": "gemma3_text",
+        "hidden_size": 64,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 160,
+        "vocab_size": 1000,
+        "sliding_window": 32,
+        "max_position_embeddings": 256,
+    },
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "image_size": 28,
+        "patch_size": 14,
+    },
+}
+
+
+def test_a_multimodal_model_that_is_loaded_whole_is_counted_whole_and_says_so(tmp_path: Path) -> None:
+    """Gemma 3: the loader's class has the vision tower; the decoder stays described (its blocks, its windows)."""
+    import torch
+    from transformers import AutoConfig
+
+    from vramfit.models.hollow import hollow_model
+
+    choice = folder(tmp_path / "gemma", GEMMA3)
+    found = from_count(GEMMA3, counted(GEMMA3), "gemma")
+    shape = AutoConfig.from_pretrained(choice.source)
+    loaded = hollow_model(shape, dtype=torch.bfloat16, attention="sdpa")
+    part = from_config(GEMMA3, "gemma")
+    of_decoder = sum(p.numel() for p in loaded.model.language_model.parameters())
+
+    assert (part.params, part.extra_params) == (of_decoder, 0)
+    assert found.params == sum(parameter.numel() for parameter in loaded.parameters()) > of_decoder
+    assert (found.family, found.counted, found.block_params) == ("gemma3_text", False, part.block_params)
+    assert [found.slides(layer) for layer in range(6)] == [True] * 5 + [False]
+    assert f"{found.params - of_decoder:,} parameters of its other parts" in found.notes[-1]
+
+
+def test_a_multimodal_model_that_is_not_loaded_as_a_language_model_is_refused_by_name(tmp_path: Path) -> None:
+    llava = {"model_type": "llava", "text_config": {**HELIUM, "model_type": "llama"}, "vision_config": {}}
+    with pytest.raises(ModelError, match=r"multimodal model \('?llava'?\).*does not load as a language model"):
+        architecture_of(folder(tmp_path / "llava", llava))
+
+
+def test_a_text_part_that_is_not_what_is_loaded_is_refused() -> None:
+    part = {**GEMMA3["text_config"], "num_hidden_layers": 7}  # type: ignore[dict-item]
+    with pytest.raises(ModelError, match="has 6 blocks"):
+        from_count({**GEMMA3, "text_config": part}, counted(GEMMA3), "gemma")
