@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ui.estimate import notice_card, phase_name
+from ui.estimate import notice_card
 from ui.texts import Texts
 from vramfit.config import STARTER_MODEL, ModelChoice
 from vramfit.errors import InternalError, UserError, VramfitError
@@ -216,7 +216,7 @@ def compared_html(forecast: Forecast, found: Mapping[str, Any], texts: Texts, *,
         traced=format_bytes(traced), estimated=format_bytes(peak), off=f"{(peak - traced) / traced:+.1%}"
     )
     rows = "".join(
-        f"<tr><th>{html.escape(phase_name(name, texts))}</th><td>{_size(estimated.get(name))}</td>"
+        f"<tr><th>{html.escape(texts.phase(name))}</th><td>{_size(estimated.get(name))}</td>"
         f"<td>{_size(size)}</td><td>{_off(estimated.get(name), size)}</td></tr>"
         for name, size in found["phases"].items()
         if size or name in estimated
@@ -257,7 +257,7 @@ def timeline_figure(found: Mapping[str, Any], texts: Texts) -> dict[str, Any]:
     return {
         "x": [point[0] for point in points],
         "y": [point[1] / unit for point in points],
-        "text": [phase_name(point[2], texts) for point in points],
+        "text": [texts.phase(point[2]) for point in points],
         "unit": name,
         "title": texts["check.timeline"].format(blocks=found["traced_blocks"]),
     }

@@ -73,12 +73,13 @@ def forecast_card(
         f'<div class="vf-figure"><b>{_esc(figure)}</b></div>',
         _bar(memory, plan.budget_bytes, texts),
         f'<div class="vf-sub">{_esc(texts["estimate.device.cpu" if on_cpu else "estimate.device"])}. '
-        f"{_esc(texts['estimate.phase'].format(phase=phase_name(memory.peak.name, texts)))}.</div>",
+        f"{_esc(texts['estimate.phase'].format(phase=texts.phase(memory.peak.name)))}.</div>",
         _legend(memory, texts),
     ]
     if refusal is not None:
         others = _alternatives(forecast, texts)
-        refused = [_sentence(refusal.what), _list(refusal.suggestions), _assumed(forecast, texts), others]
+        suggestions = _list([texts.said(each) for each in refusal.suggestions])
+        refused = [_sentence(texts.said(refusal.what)), suggestions, _assumed(forecast, texts), others]
         return _card([*body, *refused], state=key)
     body += [_facts(forecast, texts), _assumed(forecast, texts)]
     if plan_only:
@@ -195,7 +196,7 @@ def _reasons(forecast: Forecast, texts: Texts) -> str:
 
 def _phases(memory: MemoryEstimate, texts: Texts) -> str:
     rows = "".join(
-        f"<tr><th>{_esc(phase_name(phase.name, texts))}</th><td><b>{format_bytes(phase.total_bytes)}</b></td></tr>"
+        f"<tr><th>{_esc(texts.phase(phase.name))}</th><td><b>{format_bytes(phase.total_bytes)}</b></td></tr>"
         for phase in memory.phases
     )
     title = _esc(texts["estimate.phases"])
@@ -244,11 +245,6 @@ def _setting(name: str, texts: Texts) -> str:
         if key in (path, path.rpartition(".")[2]):
             return label
     return texts.words.get(f"plan.{key}", name.replace("_", " ").capitalize())
-
-
-def phase_name(name: str, texts: Texts) -> str:
-    """A phase of a step in the reader's words."""
-    return texts.words.get(f"phase.{name}", name)
 
 
 def _you(texts: Texts) -> str:

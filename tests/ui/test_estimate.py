@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import re
 
 import pytest
 
 from ui.estimate import error_card, forecast_card, notice_card, peak_parts, problems_card, segments
 from ui.texts import texts_of
+from vramfit.config import RunConfig
 from vramfit.errors import ModelError, Problem, WontFit
+from vramfit.hardware.catalogue import machine_with
+from vramfit.models import catalogue
 from vramfit.planning.plan import Choice, Forecast, MemoryEstimate, PhaseMemory, Plan, SpeedEstimate, Workload
+from vramfit.planning.planner import forecast_run
 from vramfit.planning.reasons import ASSUMED
 from vramfit.sentences import say
 from vramfit.units import GIB, format_bytes
@@ -142,3 +147,33 @@ def test_what_fits_the_card_and_not_what_is_beside_it_does_not_fit(tier: str, wo
 
     assert 'data-state="wontfit"' in shown and "vf-badge-wontfit" in shown
     assert f"90.0 GiB {words}" in shown and "60.0 GiB" in shown
+
+
+REFUSALS: dict[str, tuple[dict[str, object], str, dict[str, object]]] = {
+    "device": ({"method": "full"}, "RTX 3060", {}),
+    "free another wish": ({"method": "lora", "memory": {"activations": "keep", "loss": "full"}}, "RTX 3060", {}),
+    "ram": ({"method": "qlora"}, "RTX 3060", {"ram_bytes": 2 * GIB}),
+    "disk": ({"method": "full", "output": {"keep_checkpoints": 3}}, "H100", {"disk_free_bytes": 9 * GIB}),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_a_refusal_is_said_in_chinese_with_the_same_numbers(kind: str) -> None:
+    wish, card, lacks = REFUSALS[kind]
+    machine = dataclasses.replace(machine_with(card, ram_gib=8), **lacks)  # type: ignore[arg-type]
+    architecture = catalogue.find("Qwen/Qwen3-8B")
+    assert architecture is not None
+    with pytest.raises(WontFit) as raised:
+        forecast_run(
+            RunConfig.parse({"model": {"source": architecture.name}, "data": {"max_length": 8192}, **wish}),
+            architecture=architecture,
+            machine=machine,
+            workload=Workload(sequences=100, mean_tokens=8192, longest_tokens=8192),
+        )
+    english, chinese = error_card(raised.value, EN), error_card(raised.value, texts_of("zh"))
+
+    for sentence in (raised.value.what, *raised.value.suggestions):
+        told = texts_of("zh").said(sentence)
+        assert html.escape(EN.said(sentence)) in english and html.escape(told) in chinese
+        assert re.search("[\u4e00-\u9fff]", told) and not re.search(r"\b(would|needs?|with|of|free|instead)\b", told)
+        assert sorted(re.findall(r"[\d.]+ GiB", told)) == sorted(re.findall(r"[\d.]+ GiB", sentence))

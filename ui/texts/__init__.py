@@ -10,6 +10,8 @@ from ui.texts import en, zh
 from vramfit.sentences import Sentence, Value
 
 LANGUAGES: Final = {"en": en, "zh": zh}
+_OF_BLOCK: Final = " of block "
+"""Between a phase and the block it is about, in the planner's names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +50,20 @@ class Texts:
         """What a version lacks, as a list in words."""
         return self["list.comma"].join(self.lacking.get(what, what) for what in needs)
 
+    def phase(self, name: str) -> str:
+        """A phase of a step; those of backward carry their block's number, from 1."""
+        start, _, block = name.partition(_OF_BLOCK)
+        if block:
+            return self["phase.block"].format(phase=self.phase(start), number=block)
+        return self.words.get(f"phase.{name}", name)
+
     def _value(self, name: str, value: Value) -> str | int:
         if isinstance(value, tuple):
             return self.lacks(value)
         if name == "phase":
-            return self.words.get(f"phase.{value}", value) if isinstance(value, str) else value
+            return self.phase(str(value))
+        if name == "way":
+            return self.words.get(f"way.{value}", str(value))
         return self.said(value) if isinstance(value, str) else value
 
 

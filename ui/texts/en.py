@@ -396,6 +396,8 @@ WORDS: dict[str, str] = {
     "phase.forward": "forward",
     "phase.loss": "loss",
     "phase.backward": "backward",
+    "phase.block": "{phase} of block {number}",
+    "phase.embedding": "backward of the embedding",
     "phase.step": "optimizer step",
     "phase.evaluation": "evaluation",
     "phase.calibration": "comparison with fp32",

@@ -378,6 +378,8 @@ WORDS: dict[str, str] = {
     "phase.forward": "前向",
     "phase.loss": "损失",
     "phase.backward": "反向",
+    "phase.block": "第 {number} 层的{phase}",
+    "phase.embedding": "词嵌入的反向",
     "phase.step": "优化器更新",
     "phase.evaluation": "测试",
     "phase.calibration": "与 fp32 比较",

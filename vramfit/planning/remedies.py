@@ -6,43 +6,46 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from vramfit.config import RunConfig
+from vramfit.config import MemoryWishes, RunConfig
 from vramfit.errors import ConfigError, HardwareError, WontFit
 from vramfit.hardware.catalogue import IDLE_BYTES, cards, machine_with
 from vramfit.hardware.devices import Device
 from vramfit.planning.abilities import missing
-from vramfit.planning.plan import Forecast, Plan
+from vramfit.planning.plan import Forecast
 from vramfit.planning.search import Candidate, Search, quickest
+from vramfit.sentences import Sentence, say
 from vramfit.units import format_bytes
 
 _SUGGESTED = 3
+_LEAST_LENGTH = 64
 
 
-def helpful(search: Search) -> list[str]:
+def helpful(search: Search) -> list[Sentence]:
     """The three nearest changes that would make it fit, as sentences with their need, and a device that would do."""
     here = list(_room_here(search))
     return [*here, *_helpful_few(search), *_designed(search), *([] if here else [_other_device(search)])]
 
 
-def _helpful_few(search: Search) -> list[str]:
+def _helpful_few(search: Search) -> list[Sentence]:
     return list(itertools.islice(_helpful(search), _SUGGESTED))
 
 
-def _room_here(search: Search) -> Iterator[str]:
+def _room_here(search: Search) -> Iterator[Sentence]:
     """What this machine has, were it not held by other programs, and its other cards."""
     device = search.device
     alone = dataclasses.replace(device, free_bytes=device.memory_bytes - IDLE_BYTES)
     held = alone.free_bytes - device.free_bytes
     if held > 0 and _possible(_on(search, alone), plainly=True):
         what = "RAM" if device.kind == "cpu" else device.name
-        yield f"Other programs hold {format_bytes(held)} of {what}: without them it would fit."
+        yield say("help.others", held=format_bytes(held), place=say("place.host") if what == "RAM" else what)
     for other in search.machine.devices:
         if (
             other.kind != "cpu"
             and other.torch_device != device.torch_device
             and _possible(_on(search, other), plainly=True)
         ):
-            yield f"{other.name} ({other.torch_device}) has {format_bytes(other.free_bytes)} free, enough for it."
+            free = format_bytes(other.free_bytes)
+            yield say("help.beside", name=other.name, device=other.torch_device, free=free)
 
 
 def _on(search: Search, device: Device) -> Search:
@@ -51,19 +54,37 @@ def _on(search: Search, device: Device) -> Search:
     return dataclasses.replace(search, config=config, machine=dataclasses.replace(search.machine, devices=(device,)))
 
 
-def _helpful(search: Search) -> Iterator[str]:
-    for changed, words in _changes(search.config, search.start.plan):
+def _helpful(search: Search) -> Iterator[Sentence]:
+    """Changes of one thing, then shorter sequences, by the wish's own method and by QLoRA; where none of them is
+    enough, those with everything left to the planner. Then what RAM would do."""
+    config, named = search.config, False
+    for changed, words in _changes(config):
         found = _possible(dataclasses.replace(search, config=changed))
         if found is not None:
-            yield f"{words} would need {_needs(found)}."
+            named = True
+            yield _would_need(words, found)
+    for changed, key in _methods(config):
+        for sentence in _shortened(search, changed, key):
+            named = True
+            yield sentence
+    if not named:
+        wishes = MemoryWishes(budget_gib=config.memory.budget_gib, adapt=config.memory.adapt)
+        free = config.model_copy(update={"memory": wishes})
+        if free != config:
+            for changed, key in _methods(free):
+                yield from _shortened(search, changed, f"{key}.auto")
     yield from _more_ram(search)
+
+
+def _would_need(change: Sentence, found: Candidate) -> Sentence:
+    return say("help.change", change=change, needs=_needs(found))
 
 
 def _needs(found: Candidate) -> str:
     needed = format_bytes(found.memory.device_bytes)
     if found.plan.device == "cpu" or found.family.name == "on the device":
         return needed
-    return f"{needed} and {format_bytes(found.memory.host_bytes)} of RAM ({found.family.name})"
+    return say("help.needs", device=needed, ram=format_bytes(found.memory.host_bytes), way=found.family.name)
 
 
 def _possible(search: Search, *, plainly: bool = False) -> Candidate | None:
@@ -77,64 +98,85 @@ def _possible(search: Search, *, plainly: bool = False) -> Candidate | None:
     return next((found for found in tried if found.fits), None)
 
 
-def _more_ram(search: Search) -> Iterator[str]:
+def _more_ram(search: Search) -> Iterator[Sentence]:
     """The way that lacks least RAM and nothing else."""
     tried = [search.least(family) for family in search.families() if search.device.kind != "cpu"]
     short = [found for found in tried if found.fits_device and found.fits_disk and not found.fits_ram]
     if short:
         least = min(short, key=lambda found: found.memory.host_bytes)
-        yield (
-            f"With {format_bytes(least.memory.host_bytes)} of RAM, of which this machine has "
-            f"{format_bytes(search.machine.ram_bytes)}, it would fit ({least.family.name})."
-        )
+        needed, there = format_bytes(least.memory.host_bytes), format_bytes(search.machine.ram_bytes)
+        yield say("help.more_ram", needed=needed, there=there, way=least.family.name)
 
 
-def _changes(config: RunConfig, base: Plan) -> Iterator[tuple[RunConfig, str]]:
+def _changes(config: RunConfig) -> Iterator[tuple[RunConfig, Sentence]]:
+    """One thing changed: a fixed wish, or the method."""
     wishes = config.memory
-    for field in ("micro_batch", "activations", "loss", "precision", "budget_gib"):
-        if getattr(wishes, field) != "auto":
+    for field in MemoryWishes.model_fields:
+        if field != "adapt" and getattr(wishes, field) != "auto":
             memory = wishes.model_copy(update={field: "auto"})
-            yield config.model_copy(update={"memory": memory}), f"Leaving memory.{field} to auto"
-    adapted = config.model_copy(update={"method": "lora", "train_last_blocks": None})
+            yield config.model_copy(update={"memory": memory}), say("change.auto", setting=f"memory.{field}")
     if config.method == "full":
-        yield adapted, "LoRA instead of full fine-tuning"
+        yield _by(config, "lora"), say("change.lora")
     if config.method in ("full", "lora"):
-        yield adapted.model_copy(update={"method": "qlora"}), "QLoRA (a 4-bit base)"
-    for length in _shorter(base.max_length):
-        data = config.data.model_copy(update={"max_length": length})
-        yield config.model_copy(update={"data": data}), f"Sequences of at most {length} tokens"
+        yield _by(config, "qlora"), say("change.qlora")
+
+
+def _by(config: RunConfig, method: str) -> RunConfig:
+    return config.model_copy(update={"method": method, "train_last_blocks": None})
+
+
+def _methods(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
+    """Whose sequences may be shorter, and the sentence that says it."""
+    yield config, "change.length"
     if config.method in ("full", "lora"):
-        for length in _shorter(base.max_length):
-            data = config.data.model_copy(update={"max_length": length})
-            both = config.model_copy(update={"method": "qlora", "data": data})
-            yield both, f"QLoRA with sequences of at most {length} tokens"
+        yield _by(config, "qlora"), "change.qlora.length"
+
+
+def _shortened(search: Search, config: RunConfig, key: str) -> Iterator[Sentence]:
+    """The longest of ever halved sequences that fit: memory grows with their length, so the shortest is tried first and
+    the rest by halving the distance."""
+    lengths = list(_shorter(search.start.plan.max_length))
+    best: tuple[int, Candidate] | None = None
+    low, high, place = 0, len(lengths), len(lengths) - 1
+    while low < high:
+        data = config.data.model_copy(update={"max_length": lengths[place]})
+        changed = config.model_copy(update={"data": data})
+        found = _possible(dataclasses.replace(search, config=changed))
+        if found is None:
+            low = place + 1
+        else:
+            best, high = (lengths[place], found), place
+        place = (low + high) // 2
+    if best is not None:
+        yield _would_need(say(key, count=best[0]), best[1])
 
 
 def _shorter(length: int) -> Iterator[int]:
-    for divisor in (2, 4, 8, 16, 32):
-        if length // divisor >= 64:
-            yield length // divisor
+    while (length := length // 2) >= _LEAST_LENGTH:
+        yield length
 
 
-def _other_device(search: Search) -> str:
+def _other_device(search: Search) -> Sentence:
     """The smallest card that would do, or what it would have to have."""
-    needed = search.least().memory.device_bytes
-    return _smallest_card(search) or f"A device with {format_bytes(needed)} free would do."
+    needed = format_bytes(search.least().memory.device_bytes)
+    return _smallest_card(search) or say("help.device", needed=needed)
 
 
-def _designed(search: Search) -> Iterator[str]:
+def _designed(search: Search) -> Iterator[Sentence]:
     """What the design holds and this version's engine does not do yet, when it would fit this machine."""
     families = search.families()
     best = quickest([found for found in search.designed.bests if found.fits and found.family not in families])
     if best is not None:
-        name = best.family.name
-        yield (
-            f"{name[0].upper()}{name[1:]} would need {format_bytes(best.memory.device_bytes)} of the device and "
-            f"{format_bytes(best.memory.host_bytes)} of RAM ({', '.join(missing(best.plan))}: not in this version)."
+        yield say(
+            "help.designed",
+            way=best.family.name,
+            device=format_bytes(best.memory.device_bytes),
+            ram=format_bytes(best.memory.host_bytes),
+            needs=missing(best.plan),
         )
 
 
-def _smallest_card(search: Search) -> str | None:
+def _smallest_card(search: Search) -> Sentence | None:
     """The catalogue's card with the least memory on which the wish as it stands fits, with this machine's RAM and
     disk."""
     for card in sorted(cards(), key=lambda card: (card.memory_bytes, card.price_usd)):
@@ -144,7 +186,7 @@ def _smallest_card(search: Search) -> str | None:
         config = search.config.model_copy(update={"device": "auto", "memory": wishes})
         found = _possible(dataclasses.replace(search, config=config, machine=there))
         if found is not None:
-            return f"The smallest card that would do is {card.name} ({card.memory_gib:g} GiB), with {_needs(found)}."
+            return say("help.card", name=card.name, size=f"{card.memory_gib:g} GiB", needs=_needs(found))
     return None
 
 
@@ -153,8 +195,15 @@ def wont_fit(search: Search, forecast: Forecast) -> WontFit:
     least, device = search.least(), search.device
     needed, budget = least.memory.device_bytes, search.start.plan.budget_bytes
     return WontFit(
-        f"{search.architecture.name} with {search.config.method} needs {format_bytes(needed)} at its peak "
-        f"({least.memory.peak.name}), and {format_bytes(budget)} of {device.name} are available",
+        say(
+            "wont.device",
+            model=search.architecture.name,
+            method=search.config.method,
+            needed=format_bytes(needed),
+            phase=least.memory.peak.name,
+            available=format_bytes(budget),
+            device=device.name,
+        ),
         needed_bytes=needed,
         available_bytes=budget,
         phase=least.memory.peak.name,
@@ -169,20 +218,32 @@ def check_host_and_disk(search: Search, found: Forecast) -> None:
     needed, free = found.memory.host_bytes, machine.ram_free_bytes
     if found.plan.device != "cpu" and needed > machine.ram_bytes:  # what is not free may make room
         raise WontFit(
-            f"{architecture.name} with {config.method} needs {format_bytes(needed)} of RAM beside the card, and this "
-            f"machine has {format_bytes(machine.ram_bytes)}, {format_bytes(free)} of it free",
+            say(
+                "wont.ram",
+                model=architecture.name,
+                method=config.method,
+                needed=format_bytes(needed),
+                there=format_bytes(machine.ram_bytes),
+                free=format_bytes(free),
+            ),
             needed_bytes=needed,
             available_bytes=machine.ram_bytes,
             tier="host",
             phase="load",
-            suggestions=(*_helpful_few(search), "Choose a smaller model, or add RAM."),
+            suggestions=(*_helpful_few(search), say("help.smaller")),
             forecast=found,
         )
     needed, free = found.memory.disk_bytes, machine.disk_free_bytes
     if needed > free:
         raise WontFit(
-            f"{_on_disk(found)} of {architecture.name} with {config.method} need {format_bytes(needed)} of disk, and "
-            f"{format_bytes(free)} are free",
+            say(
+                "wont.disk",
+                what=_on_disk(found),
+                model=architecture.name,
+                method=config.method,
+                needed=format_bytes(needed),
+                free=format_bytes(free),
+            ),
             needed_bytes=needed,
             available_bytes=free,
             tier="disk",
@@ -192,37 +253,34 @@ def check_host_and_disk(search: Search, found: Forecast) -> None:
         )
 
 
-def _on_disk(found: Forecast) -> str:
+def _on_disk(found: Forecast) -> Sentence:
     if found.plan.optimizer_tier == "disk":
-        return "Blocks and optimizer states that live on disk, checkpoints and result"
-    if found.plan.weights_tier == "disk":
-        return "Blocks that live on disk in the format they train beside, checkpoints and result"
-    return "Checkpoints and result"
+        return say("wont.disk.states")
+    return say("wont.disk.blocks" if found.plan.weights_tier == "disk" else "wont.disk.result")
 
 
-def _less_disk(search: Search) -> Iterator[str]:
+def _less_disk(search: Search) -> Iterator[Sentence]:
     """What would need less disk, each planned anew, as sentences."""
     for changed, words in _saving_less(search.config):
         found = _possible(dataclasses.replace(search, config=changed))
         if found is not None:
-            yield f"{words} would need {format_bytes(found.memory.disk_bytes)}."
-    yield "Free some space, or choose a data folder on another disk."
+            yield say("help.change", change=words, needs=format_bytes(found.memory.disk_bytes))
+    yield say("help.space")
 
 
-def _saving_less(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
+def _saving_less(config: RunConfig) -> Iterator[tuple[RunConfig, Sentence]]:
     output = config.output
 
     def saving(**changes: object) -> RunConfig:
         return config.model_copy(update={"output": output.model_copy(update=changes)})
 
     if output.keep_every:
-        yield saving(keep_every=0), "Keeping no checkpoints for good (output.keep_every 0)"
+        yield saving(keep_every=0), say("change.keep_every")
     if output.keep_checkpoints > 1:
-        yield saving(keep_checkpoints=1), "Keeping 1 checkpoint (output.keep_checkpoints)"
+        yield saving(keep_checkpoints=1), say("change.keep_one")
     if output.keep_checkpoints + output.keep_every > 1:
-        least = saving(keep_checkpoints=1, keep_every=0, keep_best=False)
-        yield least, "Keeping only the newest checkpoint (output.keep_checkpoints, keep_every, keep_best)"
+        yield saving(keep_checkpoints=1, keep_every=0, keep_best=False), say("change.keep_newest")
     if output.export == "merged":
-        yield saving(export="adapter"), "Exporting the adapter alone (output.export)"
+        yield saving(export="adapter"), say("change.adapter")
     if config.method == "full":
-        yield config.model_copy(update={"method": "lora"}), "LoRA instead of full fine-tuning"
+        yield config.model_copy(update={"method": "lora"}), say("change.lora")

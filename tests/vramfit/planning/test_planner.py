@@ -266,7 +266,7 @@ def test_what_other_programs_hold_is_named_and_no_other_card_advised() -> None:
 def test_what_is_designed_is_named_as_it_is_written() -> None:
     found = refusal_on(machine_with("RTX 3060", ram_gib=256), method="pretrain")
 
-    assert any(sentence.startswith("Streaming from RAM would need") for sentence in found.suggestions)
+    assert any(sentence.startswith("Another way (streaming from RAM) would need") for sentence in found.suggestions)
 
 
 def test_a_card_beside_it_that_is_free_is_named() -> None:
@@ -571,3 +571,38 @@ def test_the_smallest_card_is_one_on_which_the_wish_fits_with_this_machine_s_ram
             fitting.append(card.memory_gib)
     assert fitting
     assert f"({fitting[0]:g} GiB)" in named[0]
+
+
+@pytest.mark.parametrize(("method", "tokens"), [("full", 131072), ("lora", 16384)])
+def test_shorter_sequences_are_named_as_long_as_they_may_be(method: str, tokens: int) -> None:
+    """Of all halves down to 64 tokens the longest that fits, however far down: found as by trying every one."""
+    machine, architecture = machine_with("RTX 4060 Ti 16GB", ram_gib=16), model("google/gemma-2-27b")
+    work = Workload(sequences=100, mean_tokens=tokens, longest_tokens=tokens)
+    config = wish(method, data={"max_length": tokens})
+    with pytest.raises(WontFit) as raised:
+        forecast_run(config, architecture=architecture, machine=machine, workload=work)
+    named = next(text for text in raised.value.suggestions if text.startswith("QLoRA with sequences of at most"))
+
+    fitting = []
+    for length in (tokens >> power for power in range(1, 12) if tokens >> power >= 64):
+        with contextlib.suppress(WontFit):
+            changed = wish("qlora", data={"max_length": length})
+            forecast_run(changed, architecture=architecture, machine=machine, workload=work)
+            fitting.append(length)
+    assert 64 <= fitting[0] < tokens // 2
+    assert int(named.split()[6]) == fitting[0]
+
+
+def test_where_no_single_change_is_enough_all_that_was_fixed_is_left_to_auto() -> None:
+    fixed = {"activations": "keep", "loss": "full", "micro_batch": 64}
+    config = wish("lora", memory=fixed, schedule={"sequences_per_step": 64}, data={"max_length": 8192})
+    work = Workload(sequences=100, mean_tokens=8192, longest_tokens=8192)
+    machine, architecture = machine_with("RTX 3060", ram_gib=32), model("google/gemma-2-27b")
+    with pytest.raises(WontFit) as raised:
+        forecast_run(config, architecture=architecture, machine=machine, workload=work)
+    told = [text for text in raised.value.suggestions if "every memory setting left to auto" in text]
+    named = next(text for text in told if text.startswith("QLoRA with sequences of at most"))
+    changed = wish("qlora", schedule={"sequences_per_step": 64}, data={"max_length": int(named.split()[6])})
+
+    assert len(told) == 2
+    assert forecast_run(changed, architecture=architecture, machine=machine, workload=work).fits
