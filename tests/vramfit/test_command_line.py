@@ -127,6 +127,8 @@ def test_a_config_file_and_flags_on_top_of_it(tmp_path: Path, capsys: pytest.Cap
         (("explore", "--card", "RTX 4090", "--cards", "0"), "--cards is 0, it must be 1 to 1024"),
         (("explore", "--presets", "--card", "GTX 9999"), "GTX 9999"),
         (("estimate", "--card", "RTX 4090", "--ram-gib", "0"), "--ram-gib is 0"),
+        (("explore", "--card", "RTX 4090", "--lengths", "--model", ""), "model.source is empty"),
+        (("explore", "--cost", "--model", ""), "model.source is empty"),
         (("estimate", "--max-length", "0"), "data.max_length"),
         (("estimate", "--micro-batch=-1"), "memory.micro_batch"),
         (("estimate", "--sequences-per-step", "0"), "schedule.sequences_per_step"),

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vramfit.commands import cost, wish
-from vramfit.config import ModelChoice
+from vramfit.config import RunConfig
 from vramfit.errors import ConfigError, Problem
 from vramfit.hardware.devices import Machine
 from vramfit.models import catalogue
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _models(names: Sequence[str] | None) -> list[Architecture]:
     if names:
-        return [architecture_of(ModelChoice(source=name)) for name in names]
+        return [architecture_of(RunConfig.parse({"model": {"source": name}}).model) for name in names]
     return [found for name in LADDER if (found := catalogue.find(name)) is not None]
 
 

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -25,8 +26,13 @@ from typing import Any, Final
 from vramfit.errors import HardwareError
 from vramfit.hardware.devices import Device, ProductRate, TorchBuild, torch_build
 
+log = logging.getLogger(__name__)
+
 Progress = Callable[[float, str], None]
 """Called with the share that is done, 0 to 1, and what is measured next."""
+
+_MOST_RATE: Final = 1e18
+"""FLOP/s or bytes/s: a thousand times the fastest card's."""
 
 PATIENCE_S: Final = 180.0
 """A card's first kernels compile and its clocks wake; a calibration still under way after this long hangs."""
@@ -61,9 +67,25 @@ class Calibration:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Calibration:
-        """Raises TypeError and KeyError for what was not written by `to_json`."""
-        products = tuple(ProductRate(**row) for row in values["products"])
-        return cls(**{**values, "products": products})
+        """Raises ValueError naming what no measurement can be, or what is missing."""
+        try:
+            products = tuple(ProductRate(**row) for row in values["products"])
+            found = cls(**{**values, "products": products})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"it lacks a figure or has one too many ({error})") from None
+        for name, value in dataclasses.asdict(found).items():
+            if name not in ("products", "day") and not _is_rate(value):
+                raise ValueError(f"{name} is {value!r}, no number from 0 to {_MOST_RATE:g}")
+        for rate in products:
+            if not (
+                isinstance(rate.dtype, str) and all(_is_rate(n) and n for n in (rate.rows, rate.width, rate.flops))
+            ):
+                raise ValueError(f"a product is {dataclasses.asdict(rate)}, not numbers above 0")
+        return found
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= _MOST_RATE
 
 
 def calibrate(
@@ -112,7 +134,7 @@ def _ask_worker(command: tuple[str, ...], order: str, progress: Progress | None)
             if "share" in said and progress is not None:
                 progress(float(said["share"]), str(said["what"]))
             elif "measured" in said:
-                found = Calibration.from_json(said["measured"])
+                found, problem = _understood(said["measured"])
             problem = str(said.get("error", problem))
         worker.wait()
         complaints.seek(0)
@@ -123,6 +145,14 @@ def _ask_worker(command: tuple[str, ...], order: str, progress: Progress | None)
             "Rates of the catalogue are used until it does; python -m vramfit calibrate tries again.",
         )
     return found
+
+
+def _understood(values: Any) -> tuple[Calibration | None, str]:
+    """What a worker measured, or why that is no measurement."""
+    try:
+        return Calibration.from_json(values), ""
+    except ValueError as error:
+        return None, f"what was measured cannot be: {error}"
 
 
 def _exchange(worker: subprocess.Popen[str], order: str) -> Iterator[dict[str, Any]]:
@@ -185,14 +215,22 @@ def kept_in(data_dir: Path) -> Path:
 
 
 def saved(device: Device, data_dir: Path) -> Calibration | None:
-    """What was measured of `device` with its present driver and torch; None when nothing was, or it cannot be read."""
+    """What was measured of `device` with its present driver and torch; None when nothing was. What is kept and cannot
+    have been measured is left alone, and the log says so."""
     every = _all(data_dir)
-    if not every:
+    values = every.get(key(device)) if every else None
+    if values is None:
         return None
     try:
-        values = every[key(device)]
         return Calibration.from_json(values)
-    except (KeyError, TypeError):
+    except ValueError as error:
+        log.warning(
+            "The calibration of %s in %s is not used: %s. The catalogue's rates are, until it is measured again "
+            "(python -m vramfit calibrate).",
+            device.name,
+            kept_in(data_dir),
+            error,
+        )
         return None
 
 

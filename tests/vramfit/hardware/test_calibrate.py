@@ -120,6 +120,44 @@ def test_a_damaged_file_is_as_none(tmp_path: Path, text: str) -> None:
     assert with_measured_rates(CPU, tmp_path) == CPU
 
 
+ABSURD: list[dict[str, object]] = [
+    {"memory": float("nan")},
+    {"memory": -3e9},
+    {"ram": float("inf")},
+    {"to_device": "fast"},
+    {"disk_read": None},
+    {"launch_seconds": True},
+    {"launch_seconds": 1e300},
+    {"products": None},
+    {"products": [1]},
+    {"products": [{"dtype": "fp32", "rows": 8, "width": 16}]},
+    {"products": [{"dtype": "fp32", "rows": 8, "width": 16, "flops": 0.0}]},
+    {"products": [{"dtype": "fp32", "rows": 0, "width": 16, "flops": 1e9}]},
+    {"products": [{"dtype": 5, "rows": 8, "width": 16, "flops": 1e9}]},
+    {"colour": 1.0},
+]
+
+
+@pytest.mark.parametrize("changes", ABSURD)
+def test_what_no_machine_can_have_is_not_used_and_the_log_says_so(
+    tmp_path: Path, changes: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    kept_in(tmp_path).parent.mkdir(parents=True)
+    kept_in(tmp_path).write_text(json.dumps({key(CPU): {**FOUND.to_json(), **changes}}), encoding="utf-8")
+
+    assert with_measured_rates(CPU, tmp_path) == CPU
+    assert f"calibration of {CPU.name}" in caplog.text and "is not used" in caplog.text
+    assert next(iter(changes)).removesuffix("s") in caplog.text or "lacks a figure" in caplog.text
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Calibration)])
+def test_a_figure_that_is_missing_is_a_measurement_that_failed(tmp_path: Path, name: str) -> None:
+    measured = {key: value for key, value in FOUND.to_json().items() if key != name}
+    with pytest.raises(HardwareError, match="cannot be: it lacks a figure"):
+        calibrate(CPU, tmp_path, command=says({"measured": measured}))
+    assert saved(CPU, tmp_path) is None
+
+
 def test_a_worker_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PATIENCE_S", 0.5)
     with pytest.raises(HardwareError, match="did not come to an end"):
