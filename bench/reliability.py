@@ -39,7 +39,9 @@ MEANING = {
     "kill": "SIGKILL: the process is gone without a word, as after a power cut",
     "error": "an exception nobody foresaw (RuntimeError)",
     "enospc": "the disk is full (ENOSPC)",
+    "edquot": "the quota of the disk is used up (EDQUOT)",
     "eio": "the disk fails (EIO)",
+    "emfile": "the process may open no further file (EMFILE)",
 }
 CASES = "\n## Cases\n"
 HEAD = """# Reliability: what was struck, and what was left
@@ -53,7 +55,7 @@ back into the queue, as Resume does. Then it must hold that
 - the job succeeds, at once or from a state that Resume takes, with a cause and a remedy told;
 - never are two trainers alive on the data folder;
 - right after the fault the newest complete checkpoint loads, every tensor, and none is damaged;
-- a full disk leaves the run paused, if it ends it;
+- a full disk, or a quota that is used up, leaves the run paused, if it ends it;
 - every step is on record exactly once; losses, evaluations and final weights are those of an undisturbed run, bit for
   bit;
 - nothing unfinished is left in the run's folder, and no process; the database passes its check.

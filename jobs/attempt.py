@@ -24,7 +24,7 @@ from jobs.store import Store
 from vramfit.errors import Changed, InternalError, OutOfDisk, Unwritable, UserError, VramfitError
 from vramfit.hardware.devices import Device, probe
 from vramfit.hardware.telemetry import Sampler
-from vramfit.places import cure_of, takes_no_writes
+from vramfit.places import MORE_FILES, NO_MORE_FILES, cure_of, takes_no_writes
 from vramfit.training.health import Watches, watches_of_machine
 from vramfit.training.metrics import Event, RunResult
 
@@ -276,6 +276,12 @@ def explain(error: BaseException, *, folder: Path | None = None) -> Failure:
                 f"The disk did not do what was asked of it ({error.strerror}: {error.filename or 'a file'})"
             ),
             remedy="Check the drive, then resume the run; checkpoints saved so far are kept.",
+            code=2,
+        )
+    if isinstance(error, OSError) and error.errno in NO_MORE_FILES:
+        return Failure(
+            what=_sentence(f"No further file could be opened ({error.strerror}: {error.filename or 'a file'})"),
+            remedy=f"{MORE_FILES}, then resume the run; checkpoints saved so far are kept.",
             code=2,
         )
     return Failure(

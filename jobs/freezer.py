@@ -51,5 +51,11 @@ class Freezer(threading.Thread):
         job = self._store.next_unfrozen()
         if job is None:
             return False
-        self._store.freeze(job.id, config=job.config, marks=marks_of(job.config))
+        try:
+            marks = marks_of(job.config)
+        except Exception:  # what nobody foresaw must not keep the jobs behind it from their marks
+            traceback.print_exc(file=sys.stderr)
+            self._say(f"Of what job {job.id} is made from no marks could be taken: changes of it are not noticed.")
+            marks = {}
+        self._store.freeze(job.id, config=job.config, marks=marks)
         return True

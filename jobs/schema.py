@@ -36,6 +36,15 @@ with _without("pandas", "numpy"):
     from sqlite_utils.migrations import Migrations
 
 BUSY_TIMEOUT_S: Final = 10.0
+WISHED: Final = "CASE WHEN json_valid(config) THEN coalesce(json_extract(config, '$.device'), 'auto') END"
+"""SQL: the device that a job asks for. An index is made of it, so it never changes."""
+
+AT_REST: Final = "state NOT IN ('queued', 'starting', 'running', 'pausing', 'stopping')"
+"""SQL: nothing is going to happen to the job by itself. An index is made of it, too."""
+
+TO_MARK: Final = "frozen IS NULL AND state IN ('queued', 'draft')"
+"""SQL: nobody has taken the marks of what the job is made from. The same."""
+
 migrations: Final = Migrations("vramfit")
 
 
@@ -266,6 +275,16 @@ def _frozen(db: Any) -> None:
 def _devices(db: Any) -> None:
     """On which device the last attempt of a job was started."""
     db.execute("ALTER TABLE jobs ADD COLUMN device TEXT")
+
+
+@migrations(name="0010_waiting")  # type: ignore[untyped-decorator,unused-ignore]
+def _waiting(db: Any) -> None:
+    """The first waiting job of each device, the next one to be marked and the newest that have ended are found without
+    reading what else waits."""
+    db.execute(f"CREATE INDEX jobs_waiting ON jobs ({WISHED}, position, id) WHERE state = 'queued'")
+    db.execute(f"CREATE INDEX jobs_at_rest ON jobs (id) WHERE {AT_REST}")
+    db.execute("DROP INDEX jobs_unfrozen")  # all that has ended without marks was in it as well
+    db.execute(f"CREATE INDEX jobs_to_mark ON jobs (id) WHERE {TO_MARK}")
 
 
 # Append new migrations here. Never change or remove one that was released.

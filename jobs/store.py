@@ -350,6 +350,19 @@ class Store:
             rows = list(self._db.query(f"SELECT {_JOB_COLUMNS} FROM jobs ORDER BY id DESC LIMIT ?", [limit]))
         return [self._job(row) for row in rows]
 
+    def jobs_at_rest(self, limit: int = 200) -> list[Job]:
+        """The last `limit` jobs that neither wait in the queue nor are at work, newest first."""
+        where = f"INDEXED BY jobs_at_rest WHERE {schema.AT_REST}"
+        with self._reported():
+            rows = list(self._db.query(f"SELECT {_JOB_COLUMNS} FROM jobs {where} ORDER BY id DESC LIMIT ?", [limit]))
+        return [self._job(row) for row in rows]
+
+    def waiting_by_device(self) -> dict[str, int]:
+        """How many queued jobs ask for each device; "auto" leaves it to the queue."""
+        sql = f"SELECT {schema.WISHED}, count(*) FROM jobs INDEXED BY jobs_waiting WHERE state = 'queued' GROUP BY 1"
+        with self._reported():
+            return {str(wish): int(count) for wish, count in self._db.execute(sql) if wish is not None}
+
     def active_jobs(self) -> list[Job]:
         """Jobs that a trainer owns, foreground ones included."""
         with self._reported():
@@ -610,18 +623,18 @@ class Store:
 
     def next_unfrozen(self) -> Job | None:
         """The first job that waits and has no marks yet of what it is made from."""
-        where = "frozen IS NULL AND state IN ('queued', 'draft')"
+        where = f"INDEXED BY jobs_to_mark WHERE {schema.TO_MARK}"
         with self._reported():
-            row = self._one(f"SELECT {_JOB_COLUMNS} FROM jobs WHERE {where} ORDER BY id LIMIT 1")
+            row = self._one(f"SELECT {_JOB_COLUMNS} FROM jobs {where} ORDER BY id LIMIT 1")
         return None if row is None else self._job(row)
 
     def freeze(self, id_: int, *, config: RunConfig, marks: Marks) -> None:
         """Keep the marks of what the job is made from, unless it has some or its settings are others by now."""
         with self._write(durable=True) as db:
-            db.execute(
-                "UPDATE jobs SET frozen = ? WHERE id = ? AND frozen IS NULL AND config = ?",
-                [_json(marks), id_, config.to_json()],
-            )
+            # Compared as settings: an earlier version, which had fewer of them, wrote the same ones as another text.
+            row = self._one("SELECT config FROM jobs WHERE id = ? AND frozen IS NULL", [id_])
+            if row is not None and _config(row["config"]) == config:
+                db.execute("UPDATE jobs SET frozen = ? WHERE id = ?", [_json(marks), id_])
 
     # ---- going on without being asked -------------------------------------------------------------------------
 
@@ -681,25 +694,32 @@ class Store:
 
     # ---- the supervisor's and trainer's side ------------------------------------------------------------------
 
-    def claim_next(self, owner: str, devices: Sequence[str] = ("cpu",), *, held: Collection[str] = ()) -> Job | None:
+    def claim_next(
+        self,
+        owner: str,
+        devices: Sequence[str] = ("cpu",),
+        *,
+        held: Collection[str] = (),
+        leaving: Collection[int] = (),
+    ) -> Job | None:
         """Move the first queued job that waits for no other one, and whose device is free, to `starting`, attempt + 1.
 
         `devices` are this machine's, best first, the CPU last. One job at a time is on each; one that leaves the choice
         gets the first card that is free, or the CPU where there is no card. `held` are those that are not free although
-        no job is on them. None while none may start, or the queue is held. A job whose device is not there waits, and
-        others pass it.
+        no job is on them; `leaving` are jobs that an earlier trainer has not left yet. None while none may start, or
+        the queue is held. A job whose device is not there waits, and others pass it.
 
         `owner` must hold the supervisor's lease; JobError when it lost it.
         """
         now = self.clock()
         with self._reported():
-            if self._first_with_a_device(self._db, devices, held) is None:  # mostly: nothing to write
+            if self._first_with_a_device(self._db, devices, held, leaving) is None:  # mostly: nothing to write
                 return None
         with self._write(durable=True) as db:
             lease = self._one("SELECT owner FROM leases WHERE name = ?", [SUPERVISOR_LEASE])
             if lease is None or lease["owner"] != owner:
                 raise JobError("Another supervisor holds the lease of this data folder", "Let that one work.")
-            chosen = self._first_with_a_device(db, devices, held)
+            chosen = self._first_with_a_device(db, devices, held, leaving)
             if chosen is None:
                 return None
             id_, device = chosen
@@ -711,25 +731,27 @@ class Store:
             )
         return self.job(id_)
 
-    def _first_with_a_device(self, db: Any, devices: Sequence[str], held: Collection[str]) -> tuple[int, str] | None:
-        """The job to start next and the device for it."""
+    def _first_with_a_device(
+        self, db: Any, devices: Sequence[str], held: Collection[str], leaving: Collection[int]
+    ) -> tuple[int, str] | None:
+        """The job to start next and the device for it. Looks up the first of each device, however many wait."""
         by_itself = tuple(name for name in devices if name != "cpu") or tuple(devices)
-        wish = "json_extract(config, '$.device')"
         busy = {
             device or (wished if wished != "auto" else next(iter(by_itself), ""))
-            for device, wished in db.execute(f"SELECT device, {wish} FROM jobs WHERE state IN {_in(ACTIVE)}")
+            for device, wished in db.execute(f"SELECT device, {schema.WISHED} FROM jobs WHERE state IN {_in(ACTIVE)}")
         }
-        free = [name for name in devices if name not in busy and name not in held]
-        if not free:
-            return None
-        named = ", ".join("?" * len(free))
-        auto = next((name for name in by_itself if name in free), None)
-        row = db.execute(
-            f"SELECT id, {wish} FROM jobs WHERE {_CLAIMABLE} AND ({wish} IN ({named}) OR (? AND {wish} = 'auto')) "
-            "ORDER BY position, id LIMIT 1",
-            [*free, auto is not None],
-        ).fetchone()
-        return None if row is None else (int(row[0]), str(auto if row[1] == "auto" else row[1]))
+        free = {name: name for name in devices if name not in busy and name not in held}
+        if (auto := next((name for name in by_itself if name in free), None)) is not None:
+            free["auto"] = auto
+        others = "".join(f" AND jobs.id != {int(id_)}" for id_ in leaving)
+        first = (
+            f"SELECT position, id FROM jobs INDEXED BY jobs_waiting WHERE {_CLAIMABLE} AND {schema.WISHED} = ?{others} "
+            "ORDER BY position, id LIMIT 1"
+        )
+        found = [
+            (*row, device) for wish, device in free.items() if (row := db.execute(first, [wish]).fetchone()) is not None
+        ]
+        return min(found)[1:] if found else None
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from jobs.store import PANEL_LEASE, SUPERVISOR_LEASE, Store
 from jobs.webhook import Sender
 from vramfit.errors import JobError, UserError
 from vramfit.faults import reach
-from vramfit.places import cure_of, takes_no_writes
+from vramfit.places import MORE_FILES, NO_MORE_FILES, cure_of, takes_no_writes
 from vramfit.training.metrics import Event
 
 POLL_S: Final = 0.1
@@ -68,7 +68,7 @@ class _Trainer:
 
     job: int
     attempt: int
-    device: str | None
+    device: str  # "auto" where it was started outside of the queue, which chooses the best one
     who: str | None  # None: spawned by an earlier supervisor and not yet known
     process: subprocess.Popen[bytes] | None  # None: adopted
     since: float
@@ -349,9 +349,10 @@ class Supervisor:
         if there and there != self._noted_devices:
             self._store.set_devices(there)
             self._noted_devices = there
-        held = {trainer.device or there[0] for trainer in self._trainers.values() if there}
-        held |= {job.device or there[0] for job in active if there}
-        while (job := self._store.claim_next(self._who, there, held=held)) is not None:
+        taken = [trainer.device for trainer in self._trainers.values()] + [job.asked_config.device for job in active]
+        held = {there[0] if device == "auto" else device for device in taken if there}
+        # A job whose last trainer has not left yet waits for that, also where another device is free.
+        while (job := self._store.claim_next(self._who, there, held=held, leaving=self._trainers)) is not None:
             held.add(job.device or "")  # also where it did not come to be: not all that waits is tried in one round
             self._start(job, now)
 
@@ -361,9 +362,9 @@ class Supervisor:
             job.folder.mkdir(parents=True, exist_ok=True)  # someone may have deleted it while the job waited
             process = processes.spawn(self._command(job, self._store.data_dir), log=job.log)
         except OSError as error:
-            # A full disk, or a folder that takes no writes: it waits until somebody has seen to that.
-            full = error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
-            hint = "Free some room." if full else f"{cure_of(error)}." if takes_no_writes(error, job.folder) else ""
+            # A full disk, too many open files, or a folder that takes no writes: it waits until somebody has seen to
+            # that.
+            hint = _cure_of_start(error, job.folder)
             reason = f"The trainer could not be started: {error.strerror or error}."
             self._conclude(job, "paused" if hint else "failed", reason, hint=hint)
             return
@@ -405,6 +406,15 @@ def holder_alive(who: str, heartbeat_at: float, *, now: float) -> bool:
     return abs(now - heartbeat_at) < LEASE_STALE_S
 
 
+def _cure_of_start(error: OSError, folder: Path) -> str:
+    """What lets a trainer be started that could not be, as a sentence; "" where nobody knows."""
+    if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
+        return "Free some room."
+    if error.errno in NO_MORE_FILES:
+        return f"{MORE_FILES}."
+    return f"{cure_of(error)}." if takes_no_writes(error, folder) else ""
+
+
 def _restart(owner: str) -> str:
     return "" if processes.same_boot(owner) else "; the machine was started again since"
 
@@ -424,7 +434,7 @@ def _watched(
     return _Trainer(
         job=job.id,
         attempt=job.attempt if attempt is None else attempt,
-        device=job.device,
+        device=job.asked_config.device,
         who=who,
         process=process,
         since=now,

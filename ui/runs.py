@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any, Final
 
-from jobs.job import Job
 from jobs.store import Store
 from ui.monitor import job_values, pause, resume, stop, without_device
 from ui.texts import Texts
@@ -19,8 +17,7 @@ SHOWN: Final = 200
 def runs_view(store: Store, texts: Texts) -> dict[str, Any]:
     """What is at work, then what waits in its order, then the newest SHOWN of the others, as plain JSON values."""
     held, queued, there = store.queue_held, store.queued_jobs(limit=SHOWN), store.devices
-    others = [job for job in store.jobs(limit=SHOWN) if not job.active and job.state != "queued"]
-    runs = [job_values(job, texts, held=held) for job in (*store.active_jobs(), *others)]
+    runs = [job_values(job, texts, held=held) for job in (*store.active_jobs(), *store.jobs_at_rest(limit=SHOWN))]
     waiting = [
         {
             **job_values(job, texts, held=held, devices=there),
@@ -36,15 +33,15 @@ def runs_view(store: Store, texts: Texts) -> dict[str, Any]:
     return {
         "time": time.time(),
         "held": held,
-        "devices": devices_text(store, queued, texts),
+        "devices": devices_text(store, texts),
         "runs": [*runs[:at_work], *waiting, *runs[at_work:]],
     }
 
 
-def devices_text(store: Store, queued: Sequence[Job], texts: Texts) -> list[str]:
+def devices_text(store: Store, texts: Texts) -> list[str]:
     """For each device that has work or waits for some: what runs there, and how many runs wait for it."""
     active = {job.device or job.config.device: job.id for job in store.active_jobs()}
-    waits = Counter(job.config.device for job in queued)
+    waits = Counter(store.waiting_by_device())
     told = []
     for name in dict.fromkeys((*store.devices, *active, *sorted(waits))):
         if name not in active and not waits[name]:
@@ -85,6 +82,6 @@ def exports(store: Store, texts: Texts) -> list[tuple[str, str]]:
     """(label, folder) of every finished run whose export is still there, newest first: models to go on from."""
     return [
         (texts["new.model.run"].format(id=job.id, name=job.name or job.id), str(job.folder / job.export))
-        for job in store.jobs(limit=SHOWN)
+        for job in store.jobs_at_rest(limit=SHOWN)
         if job.export and (job.folder / job.export / "config.json").is_file()
     ]

@@ -1,8 +1,9 @@
 """Named points at which a test makes the process die or a call fail: VRAMFIT_FAULT="save: tensors written:kill:2".
 
 `reach(point)` does nothing unless the variable names that point. The kinds: `kill` (SIGKILL, as a power cut ends a
-process), `error` (an exception of ours), `enospc` (the disk is full), `eio` (the disk fails). The number says at which
-arrival, counted in each process from 1, which it is when left out. `tests/faults` strikes them all.
+process), `error` (an exception of ours), `enospc` (the disk is full), `edquot` (the quota is used up), `eio` (the disk
+fails), `emfile` (no further file can be opened). The number says at which arrival, counted in each process from 1,
+which it is when left out. `tests/faults` strikes them all.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from collections import Counter
 from typing import Final
 
 VARIABLE: Final = "VRAMFIT_FAULT"
-KINDS: Final = ("kill", "error", "enospc", "eio")
+_CODES: Final = {
+    "enospc": errno.ENOSPC,
+    "edquot": getattr(errno, "EDQUOT", errno.ENOSPC),
+    "eio": errno.EIO,
+    "emfile": errno.EMFILE,
+}
+KINDS: Final = ("kill", "error", *_CODES)
 POINTS: Final = (
     "save: before the files",
     "save: tensors written",
@@ -71,5 +78,4 @@ def _strike(point: str, kind: str) -> None:
         os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
     if kind == "error":
         raise RuntimeError(f"fault at {point}")
-    code = errno.ENOSPC if kind == "enospc" else errno.EIO
-    raise OSError(code, os.strerror(code), point)
+    raise OSError(_CODES[kind], os.strerror(_CODES[kind]), point)

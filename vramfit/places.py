@@ -13,6 +13,11 @@ from vramfit.errors import UserError
 UNWRITABLE: Final = (errno.EROFS, errno.EACCES)
 """The system's errors for a folder that takes no writes and will again once somebody has seen to it."""
 
+NO_MORE_FILES: Final = (errno.EMFILE, errno.ENFILE)
+"""The system's errors where a process, or the whole machine, has as many files open as it may."""
+
+MORE_FILES: Final = "Raise the limit of open files (ulimit -n), or close other programs"
+
 
 def takes_no_writes(error: BaseException, folder: Path) -> bool:
     """Whether an error says that something inside `folder` cannot be written, by its drive or by its rights."""

@@ -15,8 +15,8 @@ def outcome(point: str, kind: str, *violations: str) -> Outcome:
 def test_what_held_and_what_was_not_tried_is_told() -> None:
     page = reliability.page([outcome(POINTS[0], kind) for kind in KINDS], seconds=7.4)
     assert f"| points | 1 of {len(POINTS)} |" in page
-    assert "| faults tried | 4 |" in page
-    assert "| trainers started | 8 |" in page
+    assert f"| faults tried | {len(KINDS)} |" in page
+    assert f"| trainers started | {2 * len(KINDS)} |" in page
     assert "| seconds | 7 |" in page
     assert "| **violations** | **0** |" in page
     assert f"| {POINTS[0]} | paused, 2 | paused, 2 | paused, 2 | paused, 2 |" in page

@@ -63,6 +63,9 @@ CHOSEN: Final = (
     ("claim: before the spawn", "kill"),
     ("claim: after the spawn", "error"),
     ("recorder: flush", "kill"),
+    ("save: tensors written", "edquot"),
+    ("save: manifest written", "emfile"),
+    ("claim: before the spawn", "emfile"),
 )
 """What is tried where the full cross product would take too long: each point and each kind."""
 
@@ -255,7 +258,7 @@ def _check_after_the_fault(store: Store, id_: int, outcome: Outcome) -> None:
     job = store.job(id_)
     if job.final and job.state != "succeeded" and not (job.failure and job.remedy):
         outcome.violations.append(f"it ended {job.state} without a cause and a remedy")
-    if outcome.kind == "enospc" and job.final and job.state not in ("paused", "succeeded"):
+    if outcome.kind in ("enospc", "edquot") and job.final and job.state not in ("paused", "succeeded"):
         outcome.violations.append(f"a full disk left it {job.state}, not paused")
     try:
         found = checkpoint.newest(job.checkpoints)

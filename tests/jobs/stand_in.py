@@ -2,6 +2,7 @@
 
 stand_in.py train ID DATA_DIR ATTEMPT       what it does is told by the job's name: "steps=50 delay=0.01 ..."
     save=10 saves every 10 steps; die_at=15,25 ends attempt 1 at step 15 and attempt 2 at step 25, by=SIGKILL
+    linger=5 stays 5 seconds after attempt 1 has ended; noise=10 writes 10 MB to stderr before the first step
 stand_in.py supervise DATA_DIR IDLE_S
 """
 
@@ -50,6 +51,8 @@ def train(session: Attempt, resume: bool) -> RunResult:
     every, deaths = int(wishes.get("save", 0)), [0, *map(int, wishes.get("die_at", "0").split(","))]
     die_at = deaths[session.job.attempt] if session.job.attempt < len(deaths) else 0
     mishap(session, wishes)
+    for number in range(int(wishes.get("noise", 0)) * 10_000):
+        print(f"{number:08d} {'x' * 90}", file=sys.stderr)
     done = max(checkpoint.steps(session.job.checkpoints), default=0) if resume else 0
     session.recorder.phase(PhaseProgress(name="training", done=done, total=total))
     while done < total and not session.should_stop():
@@ -140,7 +143,10 @@ def command(id_: int, data_dir: Path, attempt: int) -> list[str]:
 def main(arguments: list[str]) -> int:
     if arguments[0] == "train":
         with Store(Path(arguments[2])) as store:
-            return run(store, int(arguments[1]), attempt=int(arguments[3]), train=train)
+            code = run(store, int(arguments[1]), attempt=int(arguments[3]), train=train)
+            wishes = dict(word.split("=") for word in store.job(int(arguments[1])).name.split())
+            time.sleep(float(wishes.get("linger", 0)) if arguments[3] == "1" else 0)
+            return code
     with Store(Path(arguments[1])) as store:
         supervisor = Supervisor(
             store,

@@ -49,8 +49,8 @@ class OutOfMemoryError(RuntimeError):
         (OSError(errno.ENOSPC, "No space left on device", "/x/y"), "The disk is full: /x/y.", 2),
         (
             OSError(errno.EMFILE, "Too many open files"),
-            "Unexpected error (OSError: [Errno 24] Too many open files).",
-            1,
+            "No further file could be opened (Too many open files: a file).",
+            2,
         ),
         (
             OSError(errno.EIO, "Input/output error", "/x/y"),

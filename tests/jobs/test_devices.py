@@ -148,3 +148,63 @@ def test_devices_are_looked_for_behind_and_again_after_a_while(tmp_path: Path, e
     now[0] = FRESH_S + 1
     watch.names()
     assert watch._thread is not first
+
+
+def test_a_job_does_not_start_again_before_its_last_trainer_has_left(store: Store, drive: Callable[..., Any]) -> None:
+    """Another device is free meanwhile, which other jobs get; the folder and its files are still the first one's."""
+    id_, other = add(store, "auto", linger=600), add(store, "cpu", steps=3)
+    driven = drive(HASTY)
+    driven.devices = CARDS
+    driven.until(lambda: store.job(id_).step > 0)
+    first = driven.supervisor._trainers[id_]
+    store.request_stop(id_)
+    driven.until(lambda: store.job(id_).final)
+    store.enqueue(id_)
+    then = add(store, "cuda:1", steps=3)
+    driven.until(lambda: store.job(id_).attempt == 2)
+    assert not processes.alive(first.who), "it was ended after Patience.leave, and only then followed"
+    assert first.process.poll() is not None
+    assert store.job(then).attempt == 1
+    assert store.job(other).state == "succeeded"
+    driven.until(lambda: store.job(id_).state == "running")
+    store.request_stop(id_)
+    assert driven.until_over(id_).state == "cancelled"
+    driven.until_over(then)
+
+
+def test_a_foreground_run_holds_the_device_it_names_and_no_other(store: Store, drive: Callable[..., Any]) -> None:
+    at_work = store.begin_foreground(RunConfig(device="cpu"), owner=processes.own_identity())
+    card, waits = add(store, "cuda:0", steps=3), add(store, "cpu", steps=3)
+    driven = drive(HASTY)
+    driven.devices = CARDS
+    assert driven.until_over(card).state == "succeeded"
+    assert store.job(waits).state == "queued"
+    store.transition(at_work.id, expected=("running",), state="succeeded", attempt=1)
+    assert driven.until_over(waits).state == "succeeded"
+
+
+def test_a_device_that_vanishes_leaves_the_run_on_it_alone_and_what_waits_for_it_waiting(
+    store: Store, drive: Callable[..., Any]
+) -> None:
+    id_, waits, auto = add(store, "cuda:1", steps=60), add(store, "cuda:1", steps=3), add(store, "auto", steps=3)
+    driven = drive(HASTY)
+    driven.devices = CARDS
+    driven.until(lambda: store.job(id_).step > 0)
+    driven.devices = ("cuda:0", "cpu")
+    assert driven.until_over(id_).state == "succeeded"
+    assert driven.until_over(auto).device == "cuda:0"
+    assert store.job(waits).state == "queued"
+    assert store.devices == ("cuda:0", "cpu")
+
+
+def test_a_job_whose_settings_cannot_be_read_holds_up_no_other(store: Store) -> None:
+    broken, whole = add(store, "cuda:0"), add(store, "cuda:0")
+    store._db.execute("UPDATE jobs SET config = '{\"device\": ' WHERE id = ?", [broken])
+    assert claims(store) == [(whole, "cuda:0")]
+    assert store.queue() == [broken]
+
+
+def test_settings_from_before_there_was_a_device_leave_it_to_the_queue(store: Store) -> None:
+    id_ = add(store, "auto")
+    store._db.execute("UPDATE jobs SET config = json_remove(config, '$.device')")
+    assert claims(store) == [(id_, "cuda:0")]

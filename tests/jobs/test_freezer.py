@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from jobs import freezer as freezer_module
 from jobs import run_job
 from jobs.attempt import Attempt
 from jobs.freezer import Freezer
 from jobs.run_job import check_inputs, run
 from jobs.store import SUPERVISOR_LEASE, Store
 from vramfit.config import RunConfig
+from vramfit.training.inputs import Marks
 from vramfit.training.metrics import RunResult
 
 
@@ -123,3 +125,34 @@ def test_the_real_trainer_looks_before_it_trains(store: Store, rows: Path, monke
     assert store.claim_next("me") is not None
     assert run(store, id_, attempt=1, train=run_job._train) == 2
     assert "has changed" in (store.job(id_).failure or "")
+
+
+def test_settings_that_an_earlier_version_wrote_in_other_words_are_marked_too(store: Store, rows: Path) -> None:
+    """It knew fewer settings, so its text lacks some that have their usual value now."""
+    id_ = store.add_job(config_of(rows))
+    store._db.execute("UPDATE jobs SET config = json_remove(config, '$.output.if_changed', '$.health')")
+    freezer = Freezer(store)
+    assert [freezer.freeze_next(), freezer.freeze_next()] == [True, False]
+    marks = store.job(id_).frozen
+    assert marks is not None and list(marks["data"]) == [str(rows)]
+
+
+def test_a_job_whose_marks_cannot_be_taken_holds_up_no_other(
+    store: Store, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = store.add_job(config_of(rows, "refuse")), store.add_job(config_of(rows))
+    said: list[str] = []
+    freezer, real = Freezer(store, say=said.append), freezer_module.marks_of
+
+    def marks(config: RunConfig) -> Marks:
+        if config.output.if_changed == "refuse":
+            raise RuntimeError("nobody foresaw this")
+        return real(config)
+
+    monkeypatch.setattr(freezer_module, "marks_of", marks)
+    assert [freezer.freeze_next() for _ in range(3)] == [True, True, False]
+    assert store.job(first).frozen == {}
+    assert list((store.job(second).frozen or {})["data"]) == [str(rows)]
+    assert said == [f"Of what job {first} is made from no marks could be taken: changes of it are not noticed."]
+    attempt(store, first)
+    assert store.job(first).state == "succeeded"

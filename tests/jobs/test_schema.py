@@ -25,6 +25,7 @@ RELEASED = {
     "0007_saves": "d2e405",
     "0008_frozen": "9aefc7",
     "0009_devices": "c635cc",
+    "0010_waiting": "5ff341",
 }
 
 

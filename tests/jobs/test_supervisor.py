@@ -116,7 +116,8 @@ def test_a_job_whose_folder_was_deleted_while_it_waited_runs(store: Store, drive
         (errno.ENOSPC, "paused", "Free some room."),
         (errno.EROFS, "paused", "mount it for writing."),
         (errno.EACCES, "paused", "Give the folder back its right to be written to."),
-        (errno.EMFILE, "failed", ""),
+        (errno.EMFILE, "paused", "Raise the limit of open files (ulimit -n), or close other programs."),
+        (errno.ENOMEM, "failed", ""),
     ],
 )
 def test_a_trainer_that_cannot_be_started_leaves_the_job_where_it_can_go_on(

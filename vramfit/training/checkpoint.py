@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from vramfit.errors import CheckpointError, ModelError, OutOfDisk, Unwritable
 from vramfit.faults import reach
 from vramfit.models.files import check_safetensors
-from vramfit.places import UNWRITABLE, cure_of
+from vramfit.places import MORE_FILES, NO_MORE_FILES, UNWRITABLE, cure_of
 from vramfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -302,9 +302,10 @@ def _disk_error(error: OSError, root: Path, needed: int) -> OutOfDisk | Checkpoi
             f"A checkpoint could not be written to {root}: {error.strerror or error}",
             f"{cure_of(error)}, then resume the run: older checkpoints are kept.",
         )
+    cure = MORE_FILES if error.errno in NO_MORE_FILES else "Check that the folder can be written to"
     return CheckpointError(
         f"A checkpoint could not be written to {root}: {error.strerror or error}",
-        "Check that the folder can be written to, then resume the run: older checkpoints are kept.",
+        f"{cure}, then resume the run: older checkpoints are kept.",
     )
 
 

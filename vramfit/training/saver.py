@@ -12,6 +12,7 @@ import math
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,7 +58,7 @@ class Saver:
     free: Callable[[], int] = free_ram_bytes
     _writer: threading.Thread | None = None
     _error: BaseException | None = None
-    _done: list[Saved] = field(default_factory=list)
+    _done: deque[Saved] = field(default_factory=deque)
     _waited: float = 0.0
 
     def __enter__(self) -> Self:
@@ -121,8 +122,7 @@ class Saver:
         """The checkpoints that were completed since this was last asked. Never waits. Raises what a writer raised."""
         if not self.busy:
             self._wait()
-        done, self._done = self._done, []
-        return done
+        return [self._done.popleft() for _ in range(len(self._done))]  # the writer may add to it meanwhile
 
     def wait(self) -> None:
         """Until nothing is on its way. Raises what the writer raised."""
