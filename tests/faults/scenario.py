@@ -64,7 +64,6 @@ CHOSEN: Final = (
     ("claim: after the spawn", "error"),
     ("recorder: flush", "kill"),
     ("save: tensors written", "edquot"),
-    ("save: manifest written", "emfile"),
     ("claim: before the spawn", "emfile"),
 )
 """What is tried where the full cross product would take too long: each point and each kind."""

@@ -115,6 +115,7 @@ def test_case_123_full_disk_keeps_the_older_ones_and_leaves_no_rest(
         (errno.EROFS, CheckpointError),
         (errno.EACCES, CheckpointError),
         (errno.ENAMETOOLONG, CheckpointError),
+        (errno.EMFILE, CheckpointError),
     ],
     ids=lambda value: errno.errorcode[value] if isinstance(value, int) else value.__name__,
 )
@@ -135,9 +136,11 @@ def test_case_126_every_refusal_of_the_disk_has_its_own_words_and_leaves_the_old
         errno.EROFS: "Read-only file system",
         errno.EACCES: "Permission denied",
         errno.ENAMETOOLONG: "File name too long",
+        errno.EMFILE: "Too many open files",
     }
     assert [other for other, said in words.items() if said in caught.value.what] == [code]
     assert "resume the run: older checkpoints are kept" in caught.value.remedy
+    assert ("ulimit -n" in caught.value.remedy) == (code == errno.EMFILE)
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
     write(tmp_path, 20)
