@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final, Literal
 
 from vramfit.config import RunConfig
@@ -59,14 +59,19 @@ class Family:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A plan of a family with its two estimates, and the RAM and disk it may take."""
+    """A plan of a family with its two estimates, and the RAM and disk it may take. How fast it is is worked out when it
+    is asked for: most of those that are looked at for a refusal only have to fit."""
 
     family: Family
     plan: Plan
     memory: MemoryEstimate
-    speed: SpeedEstimate
+    timed: Callable[[], SpeedEstimate] = field(repr=False, compare=False)
     ram_bytes: int
     disk_bytes: int
+
+    @cached_property
+    def speed(self) -> SpeedEstimate:
+        return self.timed()
 
     @property
     def fits(self) -> bool:
@@ -208,12 +213,14 @@ class Search:
             checkpoints=self.checkpoints,
             merged=self.config.output.export == "merged",
         )
-        speed = estimate_speed(self.architecture, plan, self.device, self.workload, sequences_per_step=self.sequences)
+        timed = partial(
+            estimate_speed, self.architecture, plan, self.device, self.workload, sequences_per_step=self.sequences
+        )
         return Candidate(
             family=family,
             plan=plan,
             memory=memory,
-            speed=speed,
+            timed=timed,
             ram_bytes=self.machine.ram_bytes,
             disk_bytes=self.machine.disk_free_bytes,
         )
