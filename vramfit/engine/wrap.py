@@ -321,7 +321,7 @@ def _problems_of(
         what = f"recompute is {_shown(recompute)}, and it is a whole number of blocks, 0 at least"
         yield Problem(field="recompute", what=what, remedy="Give 0 or more, or all.")
     if not (_is_number(budget_gib) and 0 <= budget_gib < math.inf):
-        what = f"budget_gib is {_shown(budget_gib)}, and a budget is a finite number of GiB, 0 at least"
+        what = f"budget_gib is {_shown(budget_gib)}, and a budget is a finite number of GiB, more than 0"
         yield Problem(field="budget_gib", what=what, remedy="Give more than 0, or leave it out.")
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from vramfit.config import RunConfig
 from vramfit.errors import Changed, CheckpointError, DataError, ModelError, OutOfDisk, UserError, WontFit
 from vramfit.models import stored
-from vramfit.training import checkpoint, loop
+from vramfit.training import checkpoint, run
 from vramfit.training.inputs import versions
 from vramfit.training.loop import CHECKPOINTS, train
 
@@ -170,7 +170,7 @@ def test_other_data_and_libraries_are_told_and_go_on_where_that_is_chosen(
     with pytest.raises(CheckpointError, match="data was") as refused:
         train(chosen, folder=tmp_path / "run", cache=cache, recorder=kept(), resume=True, if_changed="refuse")
     assert not isinstance(refused.value, Changed)
-    monkeypatch.setattr(loop, "versions", lambda: {**versions(), "torch": "0.1"})
+    monkeypatch.setattr(run, "versions", lambda: {**versions(), "torch": "0.1"})
     result = train(chosen, folder=tmp_path / "run", cache=cache, recorder=second, resume=True)
     assert (result.steps, [step.step for step in second.metrics]) == (7, [4, 5, 6, 7])
     told = [event.message for event in second.events if event.kind == "changed"]
@@ -347,7 +347,7 @@ def test_steps_without_a_finite_result_end_the_run(
     small_run: Build, kept: Keep, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rate that is not a number spoils the weights at step 1; every step after it is refused, then the run ends."""
-    monkeypatch.setattr("vramfit.training.loop.learning_rate_at", lambda step, **_: float("nan"))
+    monkeypatch.setattr("vramfit.training.run.learning_rate_at", lambda step, **_: float("nan"))
     heard = kept()
     with pytest.raises(UserError, match="8 steps in a row up to step 9"):
         train(small_run(schedule={"max_steps": 20}), folder=tmp_path / "run", cache=cache, recorder=heard)
@@ -404,7 +404,7 @@ def test_a_text_that_cannot_be_written_does_not_undo_a_finished_run(
         written.append("once")
         return "once"
 
-    monkeypatch.setattr("vramfit.training.loop.generate", overflows_later)
+    monkeypatch.setattr("vramfit.training.run.generate", overflows_later)
     heard = kept()
     result = train(small_run(schedule={"max_steps": 1}), folder=tmp_path / "run", cache=cache, recorder=heard)
     assert result.export is not None
@@ -620,7 +620,7 @@ def test_spoilt_weights_are_neither_saved_nor_exported(
     from vramfit.engine.schedule import learning_rate_at
 
     monkeypatch.setattr(
-        "vramfit.training.loop.learning_rate_at",
+        "vramfit.training.run.learning_rate_at",
         lambda step, **others: float("nan") if step == 7 else learning_rate_at(step, **others),
     )
     heard = kept()
@@ -813,7 +813,7 @@ def test_a_spike_is_told_at_its_step(
 ) -> None:
     """Step 30's rate throws the weights far off: the loss of step 31 is the spike."""
     monkeypatch.setattr(
-        "vramfit.training.loop.learning_rate_at",
+        "vramfit.training.run.learning_rate_at",
         lambda step, **others: 1.0 if step == 30 else 1e-4,
     )
     heard = kept()

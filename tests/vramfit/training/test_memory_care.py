@@ -13,7 +13,7 @@ from vramfit.engine import governor
 from vramfit.engine.loss import TokenLoss
 from vramfit.engine.memory_limits import FILE
 from vramfit.errors import WontFit
-from vramfit.training import loop
+from vramfit.training import run
 from vramfit.training.loop import train
 
 Build = Callable[..., RunConfig]
@@ -183,7 +183,7 @@ def test_a_trial_of_rows_without_room_is_told_and_remembered(
     small_run: Build, kept: Keep, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = small_run(memory={"micro_batch": "auto"}, schedule={"sequences_per_step": 4})
-    monkeypatch.setattr(loop._Run, "tries_rows", lambda self, run_s: True)  # as on a card, in a long run
+    monkeypatch.setattr(run.Run, "tries_rows", lambda self, run_s: True)  # as on a card, in a long run
     bear_only(monkeypatch, 2)
     first, second = kept(), kept()
     train(config, folder=tmp_path / "first", cache=own_cache, recorder=first)
@@ -203,7 +203,7 @@ def test_text_that_has_no_room_is_told_and_ends_nothing(
     def no_room(*_: Any, **__: Any) -> str:
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(loop, "generate", no_room)
+    monkeypatch.setattr(run, "generate", no_room)
     heard = kept()
     train(small_run(), folder=tmp_path / "run", cache=own_cache, recorder=heard)
     assert len(heard.metrics) == 7 and heard.samples == []
