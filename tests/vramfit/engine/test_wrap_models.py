@@ -295,7 +295,7 @@ def test_a_budget_makes_blocks_recompute_and_says_so():
     other = vramfit.wrap(*made(case)[:2], loss=classify, budget_gib=peak / 0.9 / 2**30)
     other.load_state_dict(step.state_dict())
     assert other.state_dict() == step.state_dict()
-    with pytest.raises(ConfigError, match="budget_gib is -1, .* more than 0"):
+    with pytest.raises(ConfigError, match=r"budget_gib is -1, .* more than 0"):
         vramfit.wrap(model, optimizer, budget_gib=-1)
 
 
