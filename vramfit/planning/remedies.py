@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from vramfit.config import MemoryWishes, RunConfig
 from vramfit.errors import ConfigError, HardwareError, WontFit
-from vramfit.hardware.catalogue import IDLE_BYTES, cards, machine_with
+from vramfit.hardware.catalogue import IDLE_BYTES, Card, cards, machine_with
 from vramfit.hardware.devices import Device
 from vramfit.planning.abilities import missing
 from vramfit.planning.plan import Forecast
@@ -94,7 +94,8 @@ def _possible(search: Search, *, plainly: bool = False) -> Candidate | None:
         again = Search.of(search.config, search.architecture, search.machine, search.workload)
     except (ConfigError, HardwareError):
         return None
-    tried = (again.least(family) for family in again.families()[: 1 if plainly else None])
+    families = again.families()[: 1 if plainly else None]
+    tried = (again.least(family) for family in families if not again.is_hopeless(family))
     return next((found for found in tried if found.fits), None)
 
 
@@ -179,15 +180,42 @@ def _designed(search: Search) -> Iterator[Sentence]:
 def _smallest_card(search: Search) -> Sentence | None:
     """The catalogue's card with the least memory on which the wish as it stands fits, with this machine's RAM and
     disk."""
-    for card in sorted(cards(), key=lambda card: (card.memory_bytes, card.price_usd)):
+    wishes = search.config.memory.model_copy(update={"budget_gib": "auto"})
+    config = search.config.model_copy(update={"device": "auto", "memory": wishes})
+
+    def on(card: Card) -> Candidate | None:
         there = machine_with(card, ram_gib=search.machine.ram_bytes / 2**30)
         there = dataclasses.replace(there, disk_free_bytes=search.machine.disk_free_bytes)
-        wishes = search.config.memory.model_copy(update={"budget_gib": "auto"})
-        config = search.config.model_copy(update={"device": "auto", "memory": wishes})
-        found = _possible(dataclasses.replace(search, config=config, machine=there))
-        if found is not None:
-            return say("help.card", name=card.name, size=f"{card.memory_gib:g} GiB", needs=_needs(found))
-    return None
+        return _possible(dataclasses.replace(search, config=config, machine=there))
+
+    firsts = [found for alike in _alike() if (found := _first_that_fits(alike, on)) is not None]
+    if not firsts:
+        return None
+    card, found = min(firsts, key=lambda each: (each[0].memory_bytes, each[0].price_usd))
+    return say("help.card", name=card.name, size=f"{card.memory_gib:g} GiB", needs=_needs(found))
+
+
+def _alike() -> list[list[Card]]:
+    """The catalogue's cards that compute in the same formats, each kind from the least memory to the most."""
+    kinds: dict[tuple[str, bool, bool], list[Card]] = {}
+    for card in sorted(cards(), key=lambda card: (card.memory_bytes, card.price_usd)):
+        device = machine_with(card).devices[0]
+        kinds.setdefault((device.kind, device.bf16, device.fp16), []).append(card)
+    return list(kinds.values())
+
+
+def _first_that_fits(alike: list[Card], on: Callable[[Card], Candidate | None]) -> tuple[Card, Candidate] | None:
+    """Of cards that differ in their memory the first with a plan: what fits one fits those with more."""
+    low, high = 0, len(alike)
+    best: tuple[Card, Candidate] | None = None
+    while low < high:
+        middle = (low + high) // 2
+        found = on(alike[middle])
+        if found is None:
+            low = middle + 1
+        else:
+            best, high = (alike[middle], found), middle
+    return best
 
 
 def wont_fit(search: Search, forecast: Forecast) -> WontFit:

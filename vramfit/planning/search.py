@@ -17,7 +17,7 @@ from vramfit.config import RunConfig
 from vramfit.hardware.devices import Device, Machine
 from vramfit.models.architecture import Architecture
 from vramfit.planning.abilities import DESIGNED, ENGINE, Abilities, missing
-from vramfit.planning.memory import estimate_memory
+from vramfit.planning.memory import estimate_memory, weight_bytes
 from vramfit.planning.plan import MemoryEstimate, Plan, SpeedEstimate, Workload
 from vramfit.planning.speed import estimate_speed
 from vramfit.planning.start import Start, checkpoints_at_end, sequences_of_step, start
@@ -191,6 +191,12 @@ class Search:
             yield Family(name="streaming from RAM", changes={"weights_tier": "host", "input_tier": "host", **states})
             states = {"optimizer_tier": "disk", **visit} if trains_all else {}
             yield Family(name="streaming from disk", changes={"weights_tier": "disk", "input_tier": "host", **states})
+
+    def is_hopeless(self, family: Family) -> bool:
+        """Whether the weights alone are more than the tier has that they would lie on: known without an estimate."""
+        plan = self._plan(family, 1)
+        room = {"device": plan.cards * plan.budget_bytes, "host": self.machine.ram_bytes}.get(plan.weights_tier)
+        return room is not None and weight_bytes(self.architecture, plan) > room
 
     # --- candidates --------------------------------------------------------------------------------------------------
 

@@ -555,9 +555,13 @@ def test_a_refusal_names_changes_that_stream_and_the_ram_that_would_do() -> None
     assert forecast_run(wish("lora"), architecture=model("Qwen/Qwen3-32B"), machine=enough, workload=LONG).fits
 
 
-def test_the_smallest_card_is_one_on_which_the_wish_fits_with_this_machine_s_ram_and_disk() -> None:
-    """By whatever way: streaming counts."""
-    config, architecture = wish("full", memory={"activations": "keep"}), model("Qwen/Qwen3-8B")
+@pytest.mark.parametrize(
+    ("of", "method"),
+    [("Qwen/Qwen3-8B", "full"), ("Qwen/Qwen3-4B", "full"), ("Qwen/Qwen3-32B", "qlora"), ("google/gemma-2-27b", "lora")],
+)
+def test_the_smallest_card_is_one_on_which_the_wish_fits_with_this_machine_s_ram_and_disk(of: str, method: str) -> None:
+    """As by trying every card; by whatever way: streaming counts."""
+    config, architecture = wish(method, memory={"activations": "keep"}), model(of)
     machine = machine_with("RTX 3060", ram_gib=64)
     with pytest.raises(WontFit) as raised:
         forecast_run(config, architecture=architecture, machine=machine, workload=LONG)
