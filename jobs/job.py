@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 from vramfit.config import RunConfig
+from vramfit.errors import ConfigError
 from vramfit.training import checkpoint
 from vramfit.training.inputs import Marks
 from vramfit.training.metrics import Event, PhaseProgress
@@ -51,6 +52,7 @@ class Job:
     died over it. `step_before` and `checkpoint_before` are the last step on record and the newest checkpoint when the
     last attempt began, None while it has not. `after` is the job that has to succeed first, with `after_anyway` only to
     end; `after_state` is the state of that one. `go_on`: once it has ended as asked, it goes back into the queue.
+    `config_error`: why `config` is not what was written, where another version wrote it.
     `frozen` are the marks of what it is made from, as that was when it was queued. `accepted`: it was paused because
     something had changed, and somebody resumed it. `device` is where its last attempt was started, by torch's name.
     """
@@ -63,6 +65,7 @@ class Job:
     position: float
     foreground: bool
     config: RunConfig
+    config_error: ConfigError | None
     forecast: dict[str, Any] | None
     phase: PhaseProgress | None
     step: int

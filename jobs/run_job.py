@@ -75,6 +75,8 @@ def _train(session: Attempt, resume: bool) -> RunResult:
     from vramfit.training.loop import train
 
     job: Job = session.job
+    if job.config_error is not None:
+        raise job.config_error
     if_changed = "go on" if job.accepted else job.config.output.if_changed
     check_inputs(session, if_changed)
     others = [other for other in session.store.active_jobs() if other.id != job.id]

@@ -28,7 +28,7 @@ from jobs import alert, schema
 from jobs.alert import Alert
 from jobs.job import ACTIVE, FINAL, RESUMABLE, UNSUCCESSFUL, Job, JobEvent, Saves, Series, State, Streamed
 from vramfit.config import RunConfig
-from vramfit.errors import JobError, OutOfDisk
+from vramfit.errors import ConfigError, JobError, OutOfDisk
 from vramfit.planning.plan import Forecast
 from vramfit.training.health import UNHEALTHY
 from vramfit.training.inputs import Marks
@@ -490,7 +490,8 @@ class Store:
                 "go_on": bool(values["go_on"]),
                 "accepted": bool(values["accepted"]),
                 "frozen": json.loads(values["frozen"]) if values["frozen"] else None,
-                "config": _config(values["config"]),
+                "config": _config(values["config"])[0],
+                "config_error": _config(values["config"])[1],
                 "forecast": json.loads(values["forecast"]) if values["forecast"] else None,
                 "phase": PhaseProgress(**json.loads(values["phase"])) if values["phase"] else None,
                 "folder": self.data_dir / values["folder"],
@@ -633,7 +634,7 @@ class Store:
         with self._write(durable=True) as db:
             # Compared as settings: an earlier version, which had fewer of them, wrote the same ones as another text.
             row = self._one("SELECT config FROM jobs WHERE id = ? AND frozen IS NULL", [id_])
-            if row is not None and _config(row["config"]) == config:
+            if row is not None and _config(row["config"])[0] == config:
                 db.execute("UPDATE jobs SET frozen = ? WHERE id = ?", [_json(marks), id_])
 
     # ---- going on without being asked -------------------------------------------------------------------------
@@ -1269,8 +1270,8 @@ def _alert(row: Mapping[str, Any]) -> Alert:
 
 
 @lru_cache(maxsize=512)
-def _config(text: str) -> RunConfig:
-    return RunConfig.from_json(text)
+def _config(text: str) -> tuple[RunConfig, ConfigError | None]:
+    return RunConfig.from_stored(text)
 
 
 def _default_name(config: RunConfig) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -245,6 +245,31 @@ class RunConfig(Part):
         """The inverse of `to_json`."""
         return cls.parse(json.loads(text))
 
+    @classmethod
+    def from_stored(cls, text: str) -> tuple[Self, ConfigError | None]:
+        """What any version has written: the settings as far as this one understands them, the others at their defaults.
+        And why they are not all as they were written; None where they are."""
+        try:
+            return cls.from_json(text), None
+        except ConfigError as error:
+            return cls._understood(json.loads(text)), error
+        except (ValueError, TypeError, RecursionError):
+            what, remedy = "The settings of this run cannot be read", "Start a new run with the settings it had."
+            return cls(), ConfigError([Problem(field="", what=what, remedy=remedy)])
+
+    @classmethod
+    def _understood(cls, values: dict[str, Any]) -> Self:
+        """Each of `values` that is one of this version's settings. They may contradict each other."""
+        while True:
+            try:
+                return cls.model_validate(values)
+            except pydantic.ValidationError as error:
+                found = (item["loc"] for item in error.errors(include_url=False))
+                places = {tuple(part for part in place if _is_field_name(part)) for place in found}
+                removed = [_left_out(values, place) for place in places]
+                if not any(removed):
+                    return cls()
+
     def to_yaml(self) -> str:
         """YAML text, only the settings that differ from the defaults, for `python -m vramfit train`."""
         values = self.model_dump(mode="json", exclude_defaults=True)
@@ -377,6 +402,20 @@ def _asked_in_vain(config: RunConfig) -> Iterator[Problem]:
             what="memory.compile cannot reach blocks whose activations are compressed, and all of them are",
             remedy="Set memory.compile to off, or memory.activations to auto, keep or recompute.",
         )
+
+
+def _left_out(values: dict[str, Any], place: Sequence[int | str]) -> bool:
+    """Remove what lies at `place`, as deep as there is something. Whether there was."""
+    holder: dict[str, Any] | None = None
+    key = ""
+    inside: Any = values
+    for part in place:
+        if not isinstance(inside, dict) or part not in inside:
+            break
+        holder, key, inside = inside, str(part), inside[part]
+    if holder is not None:
+        del holder[key]
+    return holder is not None
 
 
 def _problems(error: pydantic.ValidationError) -> list[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -187,3 +188,38 @@ def test_alpha_is_twice_the_rank_unless_given() -> None:
     base = {"method": "lora", "model": {"source": "m"}}
     assert RunConfig.parse(base | {"adapter": {"rank": 8}}).lora_alpha == 16
     assert RunConfig.parse(base | {"adapter": {"rank": 8, "alpha": 4}}).lora_alpha == 4
+
+
+def test_what_another_version_wrote_is_read_as_far_as_it_is_understood() -> None:
+    written = json.dumps(
+        {
+            "version": 2,
+            "method": "lora",
+            "model": {"source": "a-model", "colour": "blue"},
+            "schedule": {"epochs": 3, "learning_rate": "fast"},
+            "memory": "plenty",
+            "later": {"deep": [1]},
+        }
+    )
+    config, error = RunConfig.from_stored(written)
+    assert (config.method, config.model.source, config.schedule.epochs) == ("lora", "a-model", 3)
+    assert config.schedule.learning_rate == "auto" and config.memory == RunConfig().memory and config.version == 1
+    assert error is not None and "later" in str(error) and "memory" in str(error)
+
+
+def test_settings_that_contradict_each_other_by_now_are_read_and_told() -> None:
+    written = RunConfig(output={"keep_best": True, "evaluate_every": 0}).to_json()
+    config, error = RunConfig.from_stored(written)
+    assert config.output.keep_best and config.output.evaluate_every == 0
+    assert error is not None and "output.keep_best" in str(error)
+
+
+@pytest.mark.parametrize("written", ["", "{", "[1]", '"text"', "3", "null", "[" * 100_000])
+def test_what_is_no_config_at_all_is_the_defaults_and_told(written: str) -> None:
+    config, error = RunConfig.from_stored(written)
+    assert config == RunConfig() and error is not None
+
+
+def test_what_this_version_wrote_is_read_as_it_is() -> None:
+    config = RunConfig(name="mine", method="full", model={"source": "a-model"})
+    assert RunConfig.from_stored(config.to_json()) == (config, None)

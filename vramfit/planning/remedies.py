@@ -188,7 +188,7 @@ def _smallest_card(search: Search) -> Sentence | None:
         there = dataclasses.replace(there, disk_free_bytes=search.machine.disk_free_bytes)
         return _possible(dataclasses.replace(search, config=config, machine=there))
 
-    firsts = [found for alike in _alike() if (found := _first_that_fits(alike, on)) is not None]
+    firsts = [first for alike in _alike() if (first := _first_that_fits(alike, on)) is not None]
     if not firsts:
         return None
     card, found = min(firsts, key=lambda each: (each[0].memory_bytes, each[0].price_usd))
