@@ -28,7 +28,7 @@ from vramfit.hardware.devices import probe
 from vramfit.models.adapters import attach_adapters
 from vramfit.models.architecture import from_config
 from vramfit.models.hollow import hollow_model
-from vramfit.models.streamed import make_quantised, tensors_of
+from vramfit.models.quantised import make_quantised, tensors_of
 from vramfit.planning.plan import Plan, Workload
 from vramfit.planning.speed import estimate_speed
 from vramfit.training.opening import open_executor
@@ -194,7 +194,7 @@ def _random_qlora(shape: Shape, plan: Plan) -> StreamingExecutor:
     model.requires_grad_(False)
     blocks = list(find_blocks(model))
     for block in blocks:
-        make_quantised(block)
+        make_quantised(block, "nf4")
     layout = Layout(tensors_of(blocks[0]))
     tier = RamTier([layout] * len(blocks), pinned=device.type != "cpu")
     _fill_first(layout, tier.flats[0])
