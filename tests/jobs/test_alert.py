@@ -95,7 +95,7 @@ def test_warnings_of_health_are_alerts_once_an_attempt_and_kind(store: Store) ->
 def test_every_kind_that_is_listed_is_told_somewhere() -> None:
     """Read as text: the loop imports torch."""
     folder = Path(health.__file__).parent
-    lines = [line for name in ("health.py", "loop.py") for line in (folder / name).read_text("utf-8").splitlines()]
+    lines = [line for name in ("health.py", "run.py") for line in (folder / name).read_text("utf-8").splitlines()]
     told = "".join(line for line in lines if not line.startswith("UNHEALTHY"))
     assert [kind for kind in sorted(UNHEALTHY) if f'"{kind}"' not in told] == []
 
