@@ -175,7 +175,7 @@ def see(page: Page) -> Callable[..., None]:
 
 def _finished(store: Store, config: RunConfig, *, steps: int, on_card: bool, **waits: float) -> None:
     run = store.add_job(config)
-    job = store.claim_next("seed")
+    job = store.claim_next("seed", ("cuda:0", "cpu"))
     assert job is not None
     store.begin_attempt(run, attempt=job.attempt, owner="seed")
     with store.recorder(run, job.attempt) as recorder:
