@@ -1,6 +1,6 @@
-"""`docs/reliability.md`: every point x kind of fault, gone through: python bench/reliability.py [--chosen] [--json]
+"""`docs/reliability.md`: every point x kind x seed, gone through: python bench/reliability.py [--chosen] [--json]
 
-Takes minutes: each pair starts a supervisor and two trainers. `--chosen` tries the pairs that the tests try.
+Takes half an hour: each starts two supervisors and two trainers. `--chosen` tries those that the tests try.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ import argparse
 import dataclasses
 import json
 import platform
+import shutil
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +24,9 @@ sys.path.insert(0, str(ROOT))
 from tests.faults.scenario import (  # noqa: E402
     ALL,
     CHOSEN,
+    SEEDED,
     STEPS,
+    Fault,
     Outcome,
     config_of,
     go_through,
@@ -48,14 +51,15 @@ HEAD = """# Reliability: what was struck, and what was left
 
 Written by `python bench/reliability.py`, never by hand, save for the section Cases at the end, which it leaves as it
 is. A run of {steps} steps goes through a real supervisor and a real trainer; a fault strikes at a named point
-(`vramfit/faults.py`); the supervisor is killed; a second one, without the fault, takes over; a run that ended is put
-back into the queue, as Resume does. Then it must hold that
+(`vramfit/faults.py`), at an arrival that a seed draws; the supervisor is killed; a second one, without the fault, takes
+over; a run that ended is put back into the queue, as Resume does. Then it must hold that
 
 - no job is lost or doubled, and the one that waits aside is as it was;
 - the job succeeds, at once or from a state that Resume takes, with a cause and a remedy told;
 - never are two trainers alive on the data folder;
 - right after the fault the newest complete checkpoint loads, every tensor, and none is damaged;
-- a full disk, or a quota that is used up, leaves the run paused, if it ends it;
+- a full disk, or a quota that is used up, leaves the run paused, if it ends it; where no trainer can be started for it,
+  or for want of files, the queue waits, says why and goes on by itself;
 - every step is on record exactly once; losses, evaluations and final weights are those of an undisturbed run, bit for
   bit;
 - nothing unfinished is left in the run's folder, and no process; the database passes its check.
@@ -68,7 +72,7 @@ A job that is `starting` or `running` after the fault was put back by the superv
 def main(arguments: Sequence[str] | None = None) -> int:
     """Go through the pairs and write the page. Exit code 1 when an invariant did not hold."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--chosen", action="store_true", help="only the pairs that the tests try; writes no page")
+    parser.add_argument("--chosen", action="store_true", help="only those that the tests try; writes no page")
     parser.add_argument("--json", action="store_true", help="print the outcomes as JSON; writes no page")
     options = parser.parse_args(arguments)
     began = time.monotonic()
@@ -81,21 +85,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(outcome.violations for outcome in outcomes) else 0
 
 
-def gone_through(pairs: Sequence[tuple[str, str]]) -> list[Outcome]:
-    """The outcome of each pair, in order, AT_ONCE of them at a time."""
+def gone_through(faults: Sequence[Fault]) -> list[Outcome]:
+    """The outcome of each, in order, AT_ONCE of them at a time."""
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(AT_ONCE) as pool:
         folder = Path(scratch).resolve()
         config = config_of(make_model(folder / "model", folder / "cache"), make_rows(folder / "rows.jsonl"))
         reference = undisturbed(config, folder / "undisturbed")
 
-        def one(number: int, point: str, kind: str) -> Outcome:
-            outcome = go_through(point, kind, config=config, folder=folder / str(number), reference=reference)
-            print(
-                f"{point}, {kind}: {outcome.first_state}, {outcome.violations or 'holds'}", file=sys.stderr, flush=True
-            )
+        def one(number: int, fault: Fault) -> Outcome:
+            outcome = go_through(*fault, config=config, folder=folder / str(number), reference=reference)
+            told = f"{outcome.first_state}, {outcome.violations or 'holds'}"
+            print(f"{', '.join(map(str, fault))}: {told}", file=sys.stderr, flush=True)
+            if not outcome.violations:  # what is left of the others is looked at
+                shutil.rmtree(folder / str(number), ignore_errors=True)
             return outcome
 
-        begun = [pool.submit(one, number, point, kind) for number, (point, kind) in enumerate(pairs)]
+        begun = [pool.submit(one, number, fault) for number, fault in enumerate(faults)]
         return [each.result() for each in begun]
 
 
@@ -104,7 +109,9 @@ def page(outcomes: Sequence[Outcome], *, seconds: float) -> str:
     struck = sum(outcome.struck for outcome in outcomes)
     wrong = [outcome for outcome in outcomes if outcome.violations]
     states = Counter(outcome.first_state for outcome in outcomes)
-    found = {(outcome.point, outcome.kind): outcome for outcome in outcomes}
+    found = defaultdict[tuple[str, str], list[Outcome]](list)
+    for outcome in outcomes:
+        found[outcome.point, outcome.kind].append(outcome)
     lines = [
         HEAD.format(steps=STEPS),
         f"Date: {time.strftime('%Y-%m-%d')}. Machine: {platform.system()} {platform.machine()}, Python "
@@ -114,6 +121,7 @@ def page(outcomes: Sequence[Outcome], *, seconds: float) -> str:
         "|---|---:|",
         f"| points | {len({outcome.point for outcome in outcomes})} of {len(POINTS)} |",
         f"| kinds | {len({outcome.kind for outcome in outcomes})} of {len(KINDS)} |",
+        f"| seeds | {len({outcome.seed for outcome in outcomes})}, of the kinds {', '.join(SEEDED)} |",
         f"| faults tried | {len(outcomes)} |",
         f"| faults that struck | {struck} |",
         f"| trainers started | {sum(outcome.attempts for outcome in outcomes)} |",
@@ -122,7 +130,8 @@ def page(outcomes: Sequence[Outcome], *, seconds: float) -> str:
         "",
         "How the job stood after the fault: "
         + ", ".join(f"{state} {count}" for state, count in states.most_common())
-        + ". In each cell: that state, and how many attempts the run took.",
+        + ". In each cell: that state, and how many attempts the run took, for each seed (a point that is arrived at "
+        "once has one).",
         "",
         *(f"- `{kind}`: {meaning}" for kind, meaning in MEANING.items()),
         "",
@@ -130,7 +139,7 @@ def page(outcomes: Sequence[Outcome], *, seconds: float) -> str:
         f"|---|{'---|' * len(KINDS)}",
     ]
     for point in POINTS:
-        cells = [_cell(found.get((point, kind))) for kind in KINDS]
+        cells = ["; ".join(map(_cell, found[point, kind])) or "not tried" for kind in KINDS]
         lines.append(f"| {point} | {' | '.join(cells)} |")
     lines += ["", "## Violations", "", *(_told(outcome) for outcome in wrong)] if wrong else []
     return "\n".join(lines) + "\n"
@@ -142,14 +151,12 @@ def cases(before: str) -> str:
     return heading + rest
 
 
-def _cell(outcome: Outcome | None) -> str:
-    if outcome is None:
-        return "not tried"
+def _cell(outcome: Outcome) -> str:
     return f"{outcome.first_state}, {outcome.attempts}" + (" **!**" if outcome.violations else "")
 
 
 def _told(outcome: Outcome) -> str:
-    return f"- {outcome.point}, {outcome.kind}: {'; '.join(outcome.violations)}"
+    return f"- {outcome.point}, {outcome.kind}, seed {outcome.seed}: {'; '.join(outcome.violations)}"
 
 
 if __name__ == "__main__":

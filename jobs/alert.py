@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from jobs.job import State
+from vramfit.speech import speech_of
 
-Kind = Literal["finished", "failed", "interrupted", "unhealthy"]
+Kind = Literal["finished", "failed", "interrupted", "unhealthy", "held"]
 
 WORDS: Final[Mapping[str, Mapping[str, str]]] = {
     "en": {
@@ -16,6 +17,7 @@ WORDS: Final[Mapping[str, Mapping[str, str]]] = {
         "failed": "Run {job} ({name}) failed",
         "interrupted": "Run {job} ({name}) was interrupted",
         "unhealthy": "Run {job} ({name}) is not well",
+        "held": "Run {job} ({name}) could not be started",
         "loss": "final loss {loss}",
         "why": "{what}: {why}",
         "end": "{what}.",
@@ -25,12 +27,17 @@ WORDS: Final[Mapping[str, Mapping[str, str]]] = {
         "failed": "训练 {job}（{name}）失败",
         "interrupted": "训练 {job}（{name}）中断",
         "unhealthy": "训练 {job}（{name}）状态不佳",
+        "held": "训练 {job}（{name}）无法启动",
         "loss": "最终损失 {loss}",
         "why": "{what}：{why}",
         "end": "{what}。",
     },
 }
-"""What is posted for people, by language. Causes and remedies are in the words of whoever found them: English."""
+"""What is posted for people, by language. Causes and remedies are said in it where they are sentences that it knows
+(vramfit/sentences.py), else in the words of whoever found them: English."""
+
+TOLD: Final = ("message", "failure", "remedy")
+"""What in an alert's body is text for people, besides the whole of it."""
 
 MOST_TRIES: Final = 12
 """After so many tries without an answer of success an alert is given up: about two and a half hours."""
@@ -99,9 +106,9 @@ def body_of(
 ) -> dict[str, Any]:
     """What is posted, as JSON values. `text` and `content` say the same for people: chats show one or the other
     (Slack and Mattermost `text`, Discord `content`), in `language` where there are WORDS for it."""
-    words = WORDS.get(language, WORDS["en"])
+    words, speech = WORDS.get(language, WORDS["en"]), speech_of(language)
     loss = words["loss"].format(loss=f"{final_loss:.4g}") if kind == "finished" and final_loss is not None else ""
-    why = " ".join(part for part in (message, failure, remedy, loss) if part)
+    why = speech.space.join(speech.said(part) for part in (message, failure, remedy, loss) if part)
     text = words["why" if why else "end"].format(what=words[kind].format(job=job, name=name), why=why)
     if len(text) > LONGEST_TEXT:
         text = f"{text[:LONGEST_TEXT]}…"

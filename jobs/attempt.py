@@ -6,6 +6,7 @@ rows and ends by the same rules either way.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sqlite3
@@ -20,11 +21,13 @@ from typing import Any, Final, Literal, Self
 
 from jobs import processes
 from jobs.job import Job, State
+from jobs.log_file import shorten
 from jobs.store import Store
 from vramfit.errors import Changed, InternalError, OutOfDisk, Unwritable, UserError, VramfitError
 from vramfit.hardware.devices import Device, probe
 from vramfit.hardware.telemetry import Sampler
-from vramfit.places import MORE_FILES, NO_MORE_FILES, cure_of, takes_no_writes
+from vramfit.places import NO_MORE_FILES, NO_ROOM, cure_of, takes_no_writes
+from vramfit.sentences import ended, say
 from vramfit.training.health import Watches, watches_of_machine
 from vramfit.training.metrics import Event, RunResult
 
@@ -111,8 +114,15 @@ class Attempt:
                     beat_at = time.monotonic()
             except UserError as error:
                 print(f"the job store did not answer: {error}", file=sys.stderr)
+            self._shorten_log()
             if self._may_leave and self._nothing_to_save():
                 self._leave()
+
+    def _shorten_log(self) -> None:
+        """By the trainer itself: it outlives its supervisor. On Windows its output does not follow the file's end."""
+        if sys.platform != "win32":
+            with contextlib.suppress(OSError):  # on a full disk, say: what was written stays as it is
+                shorten(self.job.log)
 
     def _nothing_to_save(self) -> bool:
         """Asked to stop a moment ago, and no step of this attempt was done, nor is the result being written."""
@@ -136,12 +146,13 @@ class Attempt:
         """Read the machine once a second, from the very start; which card it is takes longer to find out."""
         sampler, watches = Sampler(_UNKNOWN), watches_of_machine(0)
         self._read_machine(sampler, watches)
-        try:
-            device = probe(self.store.data_dir).device(self.job.asked_config.device)
-            sampler = Sampler(device)
-            watches = watches_of_machine(device.memory_bytes if device.kind != "cpu" else 0)
-        except VramfitError as error:
-            print(f"telemetry shows the process only: {error}", file=sys.stderr)
+        if self.job.asked_config.device != "cpu":  # for which no driver is to be asked, nor waited for
+            try:
+                device = probe(self.store.data_dir).device(self.job.asked_config.device)
+                sampler = Sampler(device)
+                watches = watches_of_machine(device.memory_bytes if device.kind != "cpu" else 0)
+            except VramfitError as error:
+                print(f"telemetry shows the process only: {error}", file=sys.stderr)
         while not self._over.wait(TELEMETRY_S):
             self._read_machine(sampler, watches)
 
@@ -177,8 +188,8 @@ class Attempt:
         if isinstance(error, KeyboardInterrupt):
             self._end(
                 "interrupted",
-                failure="The run was interrupted from the keyboard.",
-                remedy="Resume goes on from the last checkpoint.",
+                failure=say("death.keyboard"),
+                remedy=say("next.resume"),
             )
             return 1
         failure = explain(error, folder=self.job.folder)
@@ -205,8 +216,8 @@ class Attempt:
         else:
             self._end(
                 "interrupted",
-                failure=f"The system asked the trainer to end; it saved its work at step {steps}.",
-                remedy="Resume goes on from there.",
+                failure=say("death.system", step=steps),
+                remedy=say("next.there"),
                 ended_boot=processes.boot(),  # after a restart of the machine it goes on by itself
                 **values,
             )
@@ -238,61 +249,42 @@ def insist(change: Callable[[], None], *, seconds: float = INSIST_S) -> None:
 
 def explain(error: BaseException, *, folder: Path | None = None) -> Failure:
     """An exception as the user reads it. Never a traceback. `folder` is the run's own."""
-    log = "The log has the details."
+    log = say("next.log")
     if isinstance(error, UserError):
-        return Failure(what=_sentence(error.what), remedy=error.remedy, code=2)
+        return Failure(what=ended(error.what), remedy=error.remedy, code=2)
     if isinstance(error, InternalError):
-        return Failure(what=_sentence(error.what), remedy=error.remedy or log, code=1)
+        return Failure(what=ended(error.what), remedy=error.remedy or log, code=1)
     text = next(iter(str(error).splitlines()), "")
     if _is_out_of_memory(error, text):
-        where = "The device" if "CUDA" in text or "XPU" in text else "The machine"
-        return Failure(
-            what=_sentence(f"{where} ran out of memory: {text or 'no more could be had'}"),
-            remedy="Set a smaller micro-batch or maximum length, or recompute activations; then start or resume it.",
-            code=2,
-        )
+        key = "failed.memory.device" if "CUDA" in text or "XPU" in text else "failed.memory"
+        what = say(key, reason=text or say("failed.memory.none"))
+        return Failure(what=ended(what), remedy=say("cure.smaller"), code=2)
     if _is_lost_card(error, text):
-        return Failure(
-            what=_sentence(f"The card was lost while it trained: {text}"),
-            remedy="Look at the card with its driver's tool, restart the machine if it is not shown there, and resume.",
-            code=2,
-            state="interrupted",
-        )
+        what = say("failed.card", reason=text)
+        return Failure(what=ended(what), remedy=say("cure.card"), code=2, state="interrupted")
     if _is_disk_full(error):
-        return Failure(
-            what=_sentence(f"The disk is full: {getattr(error, 'filename', None) or text}"),
-            remedy="Free some room and resume the run; checkpoints saved so far are kept.",
-            code=2,
-        )
-    if isinstance(error, OSError) and folder is not None and takes_no_writes(error, folder):
-        return Failure(
-            what=_sentence(f"The run's folder takes no writes ({error.strerror}: {error.filename})"),
-            remedy=f"{cure_of(error)}, then resume the run; checkpoints saved so far are kept.",
-            code=2,
-        )
-    if isinstance(error, OSError) and error.errno in (errno.EIO, errno.EROFS):
-        return Failure(
-            what=_sentence(
-                f"The disk did not do what was asked of it ({error.strerror}: {error.filename or 'a file'})"
-            ),
-            remedy="Check the drive, then resume the run; checkpoints saved so far are kept.",
-            code=2,
-        )
-    if isinstance(error, OSError) and error.errno in NO_MORE_FILES:
-        return Failure(
-            what=_sentence(f"No further file could be opened ({error.strerror}: {error.filename or 'a file'})"),
-            remedy=f"{MORE_FILES}, then resume the run; checkpoints saved so far are kept.",
-            code=2,
-        )
-    return Failure(
-        what=_sentence(f"Unexpected error ({type(error).__name__}{': ' + text if text else ''})"), remedy=log, code=1
-    )
+        what = say("failed.full", reason=str(getattr(error, "filename", None) or text))
+        return Failure(what=ended(what), remedy=say("cure.room.run"), code=2)
+    if isinstance(error, OSError) and (key := _key_of(error, folder)):
+        reason = ": ".join(str(part) for part in (error.strerror or text, error.filename) if part)
+        remedy = cure_of(error, resume=True) if key != "failed.disk" else say("cure.drive.run")
+        return Failure(what=ended(say(key, reason=reason)), remedy=remedy, code=2)
+    what = say("failed.unexpected", reason=f"{type(error).__name__}{': ' + text if text else ''}")
+    return Failure(what=ended(what), remedy=log, code=1)
+
+
+def _key_of(error: OSError, folder: Path | None) -> str:
+    """Which sentence says what the system refused; "" where none does."""
+    if folder is not None and takes_no_writes(error, folder):
+        return "failed.folder"
+    if error.errno in (errno.EIO, errno.EROFS):
+        return "failed.disk"
+    return "failed.files" if error.errno in NO_MORE_FILES else ""
 
 
 def _is_disk_full(error: BaseException) -> bool:
     """No room left, or the quota used up: what a person can cure, and the run then go on from."""
-    full = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
-    return isinstance(error, OutOfDisk) or (isinstance(error, OSError) and error.errno in full)
+    return isinstance(error, OutOfDisk) or (isinstance(error, OSError) and error.errno in NO_ROOM)
 
 
 def _is_unwritable(error: BaseException, folder: Path) -> bool:
@@ -309,7 +301,3 @@ def _is_out_of_memory(error: BaseException, text: str) -> bool:
 def _is_lost_card(error: BaseException, text: str) -> bool:
     """The driver no longer answers for the card, by the words of CUDA, NVML and Level Zero."""
     return isinstance(error, RuntimeError) and any(sign in text.lower() for sign in _LOST_CARD)
-
-
-def _sentence(text: str) -> str:
-    return text if text.endswith((".", "!", "?")) else f"{text}."

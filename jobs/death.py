@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 from jobs import processes
 from jobs.job import Job
+from vramfit.sentences import ended, say
 
 MOST_LOSSES: Final = 2
 """A job over which its supervisor died so often is parked: only a person starts it again."""
@@ -29,28 +30,21 @@ def cause_of(*, code: int | None, kills_before: int | None, kills_now: int | Non
     of the out-of-memory killer around its life, and whether the machine was started again since."""
     starved = kills_before is not None and kills_now is not None and kills_now > kills_before
     if other_boot:
-        return Death(state="interrupted", cause="The machine was started again while it trained.")
+        return Death(state="interrupted", cause=say("death.boot"))
     if starved and code in (None, -9):
         return Death(
             state="interrupted",
-            cause="The machine ran out of memory (RAM) and the system ended the trainer (SIGKILL).",
-            remedy="Close other programs, or set a smaller micro-batch or maximum length.",
+            cause=say("death.memory"),
+            remedy=say("cure.memory"),
         )
     if code is None:
-        return Death(
-            state="interrupted",
-            cause="The trainer ended without a word; why is not known, as the supervisor that started it was gone.",
-        )
+        return Death(state="interrupted", cause=say("death.silent"))
     if code >= 0:
-        return Death(
-            state="failed",
-            cause=f"The trainer ended with exit code {code} before it could say how the run went.",
-            again=False,
-        )
+        return Death(state="failed", cause=say("death.code", code=code), again=False)
     name = processes.signal_name(-code)
     if name in CRASHES:
-        return Death(state="interrupted", cause=f"The trainer crashed ({name}).")
-    return Death(state="interrupted", cause=f"The trainer was ended from outside ({name}).")
+        return Death(state="interrupted", cause=say("death.crash", signal=name))
+    return Death(state="interrupted", cause=say("death.outside", signal=name))
 
 
 def obstacle(job: Job) -> str | None:
@@ -58,18 +52,13 @@ def obstacle(job: Job) -> str | None:
     None when it does."""
     most = job.config.output.automatic_resumes
     if job.lost_folder:
-        return f"{job.lost_folder}."
+        return ended(job.lost_folder)
     if job.losses >= MOST_LOSSES:
-        return (
-            f"The supervisor of the queue died {job.losses} times over this run, so it is parked and starts again only "
-            "when you resume it."
-        )
+        return say("stays.parked", times=job.losses)
     if most == 0 or job.foreground:
         return ""
     if not job.progressed:
-        done = "no step was done" if not job.step else f"the start before had come to step {job.step_before or 0:,} too"
-        return f"It does not go on by itself, because {done}."
+        return say("stays.no_further", step=f"{job.step_before or 0:,}") if job.step else say("stays.no_step")
     if job.resumes >= most:
-        times = "once" if job.resumes == 1 else f"{job.resumes} times"
-        return f"It went on by itself {times}, which is the most that was set (automatic resumes), so it waits for you."
+        return say("stays.once") if job.resumes == 1 else say("stays.often", times=job.resumes)
     return None

@@ -29,6 +29,7 @@ from vramfit.config import RunConfig
 from vramfit.console import use_utf8
 from vramfit.errors import JobError, UserError, VramfitError
 from vramfit.places import default_data_folder, runs_folder, typed_path
+from vramfit.sentences import say
 from vramfit.training import checkpoint
 
 Kind = Literal["database", "state", "folder", "leftover", "checkpoint"]
@@ -170,8 +171,8 @@ def _interrupt(data_dir: Path, row: dict[str, Any]) -> None:
             expected=(row["state"],),
             state="interrupted",
             attempt=row["attempt"],
-            failure="Its trainer ended without a word, and no supervisor was there to see it.",
-            remedy="Resume goes on from the last checkpoint; the log has the details.",
+            failure=say("death.unseen"),
+            remedy=say("next.resume.log"),
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from vramfit.config import RunConfig
 from vramfit.errors import ConfigError
+from vramfit.sentences import say
 from vramfit.training import checkpoint
 from vramfit.training.inputs import Marks
 from vramfit.training.metrics import Event, PhaseProgress
@@ -153,9 +154,7 @@ class Job:
         """What is said when the folder of a run that did steps is gone; "" while it is there."""
         if self.folder.is_dir() or not self.step:
             return ""
-        return (
-            f"The folder of run {self.id}, {self.folder}, is gone, and with it its checkpoints up to step {self.step:,}"
-        )
+        return say("gone.folder", job=self.id, folder=str(self.folder), step=f"{self.step:,}")
 
 
 @dataclass(frozen=True, kw_only=True)

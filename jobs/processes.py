@@ -109,9 +109,19 @@ def python_module(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
-def spawn(
-    command: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None
-) -> subprocess.Popen[bytes]:
+class Apart(subprocess.Popen[bytes]):
+    """A process that may outlive this one: that it still runs when nobody holds the handle any more is no mistake, so
+    Python does not warn of it. One that has ended is collected all the same."""
+
+    def __del__(self) -> None:
+        super().__del__(_warn=_silently)  # type: ignore[call-arg]  # not in the stubs
+
+
+def _silently(*_: object, **__: object) -> None:
+    """No warning."""
+
+
+def spawn(command: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None) -> Apart:
     """Start a process that outlives this one, its output appended to `log`: a file, since a pipe would break with us.
 
     It keeps this process's working folder, so that relative paths mean the same. Raises OSError.
@@ -122,7 +132,7 @@ def spawn(
     with log.open("ab") as output:
         if sys.platform == "win32":
             apart = subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW
-            return subprocess.Popen(
+            return Apart(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -130,7 +140,7 @@ def spawn(
                 env=variables,
                 creationflags=apart,
             )
-        return subprocess.Popen(
+        return Apart(
             command,
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -72,13 +72,13 @@ def run(store: Store, id_: int, *, attempt: int | None = None, train: Train | No
 
 
 def _train(session: Attempt, resume: bool) -> RunResult:
-    from vramfit.training.loop import train
-
     job: Job = session.job
     if job.config_error is not None:
         raise job.config_error
     if_changed = "go on" if job.accepted else job.config.output.if_changed
     check_inputs(session, if_changed)
+    from vramfit.training.loop import train  # seconds, which what was refused above has not to wait for
+
     others = [other for other in session.store.active_jobs() if other.id != job.id]
     machine, told = left_beside(probe(job.folder), others)
     for message in told:

@@ -287,6 +287,14 @@ def _waiting(db: Any) -> None:
     db.execute(f"CREATE INDEX jobs_to_mark ON jobs (id) WHERE {TO_MARK}")
 
 
+@migrations(name="0011_said")  # type: ignore[untyped-decorator,unused-ignore]
+def _said(db: Any) -> None:
+    """Causes and remedies as any language says them; why the queue waits where nobody holds it."""
+    db.execute("ALTER TABLE jobs ADD COLUMN said TEXT")
+    db.execute("ALTER TABLE alerts ADD COLUMN said TEXT")
+    db.execute("ALTER TABLE queue ADD COLUMN why TEXT")
+
+
 # Append new migrations here. Never change or remove one that was released.
 
 VERSION: Final = len(migrations._migrations)

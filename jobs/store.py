@@ -30,6 +30,7 @@ from jobs.job import ACTIVE, FINAL, RESUMABLE, UNSUCCESSFUL, Job, JobEvent, Save
 from vramfit.config import RunConfig
 from vramfit.errors import ConfigError, JobError, OutOfDisk
 from vramfit.planning.plan import Forecast
+from vramfit.sentences import Sentence, packed, unpacked
 from vramfit.training.health import UNHEALTHY
 from vramfit.training.inputs import Marks
 from vramfit.training.metrics import DriftCheck, Evaluation, Event, PhaseProgress, StepMetrics, Telemetry, TextSample
@@ -83,7 +84,7 @@ _JOB_COLUMNS: Final = (
     "coalesce(eval_loss, (SELECT loss FROM evaluations WHERE job = jobs.id ORDER BY step DESC LIMIT 1)) AS eval_loss, "
     "peak_allocated_bytes, export, failure, remedy, resumes, losses, step_before, checkpoint_before, after, "
     "after_anyway, (SELECT state FROM jobs AS first WHERE first.id = jobs.after) AS after_state, go_on, "
-    "frozen, accepted, device, "
+    "frozen, accepted, device, said, "
     "coalesce((SELECT max(step) FROM metrics WHERE job = jobs.id), 0) AS step"
 )
 _TABLES_OF_JOBS: Final = (
@@ -99,7 +100,8 @@ _TABLES_OF_JOBS: Final = (
 _WEBHOOK: Final = "webhook"  # the names of settings
 _LANGUAGE: Final = "language of alerts"
 _DEVICES: Final = "devices"
-_ALERT_COLUMNS: Final = "id, job, kind, about, body, created_at, tries, next_try_at, sent_at, error"
+_SILENT: Final = "driver silent since"
+_ALERT_COLUMNS: Final = "id, job, kind, about, body, said, created_at, tries, next_try_at, sent_at, error"
 _UNOWNED: Final = "job NOT IN (SELECT id FROM jobs)"
 _SETTABLE: Final = frozenset(
     {"owner", "final_loss", "eval_loss", "peak_allocated_bytes", "export", "failure", "remedy", "ended_boot", "asks"}
@@ -466,7 +468,33 @@ class Store:
     def hold_queue(self, held: bool) -> None:
         """Start no further job until the queue is let go again. What is at work goes on."""
         with self._write(durable=True) as db:
-            db.execute("UPDATE queue SET held_at = ? WHERE id = 1", [self.clock() if held else None])
+            db.execute("UPDATE queue SET held_at = ?, why = NULL WHERE id = 1", [self.clock() if held else None])
+
+    def wait_for_a_start(self, id_: int, *, attempt: int, why: str, event: Event | None) -> None:
+        """No trainer can be started now, whoever's turn it is: the job that was to be goes back to its place, and the
+        queue waits, for `why`. Where a person holds it already, that stays. `event` (None: told before) is the job's.
+
+        Raises JobError when the attempt is over.
+        """
+        with self._write(durable=True) as db:
+            self._transition(db, id_, expected=("starting",), state="queued", attempt=attempt, values={"failure": None})
+            sql = "UPDATE queue SET held_at = ?, why = ? WHERE id = 1 AND (held_at IS NULL OR why IS NOT NULL)"
+            db.execute(sql, [self.clock(), _json(packed(why))])
+            if event is not None:
+                self._add_event(db, id_, event)
+                self._add_alert(db, id_, "held", message=why)
+
+    def start_again(self) -> None:
+        """The queue waits no longer for what kept trainers from being started. A person's hold stays."""
+        with self._write(durable=True) as db:
+            db.execute("UPDATE queue SET held_at = NULL, why = NULL WHERE id = 1 AND why IS NOT NULL")
+
+    @property
+    def queue_waits(self) -> str | None:
+        """Why the queue waits though nobody holds it; None when it does not."""
+        with self._reported():
+            row = self._one("SELECT why FROM queue WHERE id = 1")
+        return None if row is None or row["why"] is None else unpacked(json.loads(row["why"]))
 
     @property
     def queue_held(self) -> bool:
@@ -482,6 +510,7 @@ class Store:
     def _job(self, row: dict[str, Any]) -> Job:
         values = dict(row)
         stop_requested_at = values.pop("stop_requested_at")
+        values.update(_revived(values, values.pop("said"), "failure", "remedy"))
         return Job(
             **{
                 **values,
@@ -523,6 +552,8 @@ class Store:
         values: Mapping[str, Any],
     ) -> None:
         columns = {"state": state, **values}
+        if "failure" in values or "remedy" in values:
+            columns["said"] = _said(values, "failure", "remedy")
         if state in FINAL:
             columns = {"finished_at": self.clock(), "owner": None, **columns}
         assignments = ", ".join(f"{name} = ?" for name in columns)
@@ -614,8 +645,8 @@ class Store:
         self._transition(db, id_, expected=("draft", *RESUMABLE), state="queued", attempt=None, values={})
         db.execute(
             "UPDATE jobs SET position = (SELECT coalesce(max(position), 0) + 1 FROM jobs), finished_at = NULL, "
-            "stop_requested_at = NULL, failure = NULL, remedy = NULL, foreground = 0, revision = revision + 1, "
-            "resumes = 0, losses = 0, ended_boot = NULL, go_on = 0, accepted = asks, "
+            "stop_requested_at = NULL, failure = NULL, remedy = NULL, said = NULL, foreground = 0, "
+            "revision = revision + 1, resumes = 0, losses = 0, ended_boot = NULL, go_on = 0, accepted = asks, "
             "frozen = CASE WHEN asks THEN NULL ELSE frozen END, asks = 0 WHERE id = ?",
             [id_],
         )
@@ -707,8 +738,9 @@ class Store:
 
         `devices` are this machine's, best first, the CPU last. One job at a time is on each; one that leaves the choice
         gets the first card that is free, or the CPU where there is no card. `held` are those that are not free although
-        no job is on them; `leaving` are jobs that an earlier trainer has not left yet. None while none may start, or
-        the queue is held. A job whose device is not there waits, and others pass it.
+        no job is on them ("auto": none is chosen for those that leave the choice); `leaving` are jobs that an earlier
+        trainer has not left yet. None while none may start, or the queue is held. A job whose device is not there
+        waits, and others pass it.
 
         `owner` must hold the supervisor's lease; JobError when it lost it.
         """
@@ -727,7 +759,8 @@ class Store:
             db.execute(
                 "UPDATE jobs SET state = 'starting', attempt = attempt + 1, owner = NULL, phase = ?, claimed_at = ?, "
                 "heartbeat_at = ?, started_at = NULL, finished_at = NULL, stop_requested_at = NULL, failure = NULL, "
-                "remedy = NULL, step_before = NULL, checkpoint_before = NULL, go_on = 0, device = ? WHERE id = ?",
+                "remedy = NULL, said = NULL, step_before = NULL, checkpoint_before = NULL, go_on = 0, "
+                "device = ? WHERE id = ?",
                 [_json(dataclasses.asdict(PhaseProgress(name="starting"))), now, now, device, id_],
             )
         return self.job(id_)
@@ -742,7 +775,7 @@ class Store:
             for device, wished in db.execute(f"SELECT device, {schema.WISHED} FROM jobs WHERE state IN {_in(ACTIVE)}")
         }
         free = {name: name for name in devices if name not in busy and name not in held}
-        if (auto := next((name for name in by_itself if name in free), None)) is not None:
+        if "auto" not in held and (auto := next((name for name in by_itself if name in free), None)) is not None:
             free["auto"] = auto
         others = "".join(f" AND jobs.id != {int(id_)}" for id_ in leaving)
         first = (
@@ -761,10 +794,18 @@ class Store:
             row = self._one("SELECT value FROM settings WHERE name = ?", [_DEVICES])
         return () if row is None else tuple(json.loads(row["value"]))
 
-    def set_devices(self, names: Sequence[str]) -> None:
-        """Note what devices the machine has."""
+    @property
+    def driver_silent_since(self) -> float | None:
+        """When a driver was first asked that has not answered since (Unix seconds); None where all answer."""
+        with self._reported():
+            row = self._one("SELECT value FROM settings WHERE name = ?", [_SILENT])
+        return None if row is None else json.loads(row["value"])
+
+    def set_devices(self, names: Sequence[str], *, silent_since: float | None = None) -> None:
+        """Note what devices the machine has, and since when a driver does not answer."""
         with self._write(durable=False) as db:
-            db.execute("INSERT OR REPLACE INTO settings (name, value) VALUES (?, ?)", [_DEVICES, _json(list(names))])
+            for name, value in ((_DEVICES, list(names)), (_SILENT, silent_since)):
+                db.execute("INSERT OR REPLACE INTO settings (name, value) VALUES (?, ?)", [name, json.dumps(value)])
 
     def set_owner(self, id_: int, *, attempt: int, owner: str) -> None:
         """Note which process is this attempt's trainer, unless it said so itself already or the attempt is over.
@@ -908,16 +949,17 @@ class Store:
 
         The same thing is told once an attempt: a loss that jumps about makes one alert.
         """
-        columns = "id AS job, name, state, failure, remedy, final_loss"
+        columns = "id AS job, name, state, failure, remedy, final_loss, said"
         row = self._one(f"SELECT {columns} FROM jobs WHERE id = ?", [id_])
         assert row is not None
+        row.update(_revived(row, row.pop("said"), "failure", "remedy"))
         now, chosen = self.clock(), self._one("SELECT value FROM settings WHERE name = ?", [_LANGUAGE])
         language = "en" if chosen is None else chosen["value"]
-        body = _json(alert.body_of(**row, kind=kind, time=now, language=language, **values))
+        body = alert.body_of(**row, kind=kind, time=now, language=language, **values)
         db.execute(
-            "INSERT OR IGNORE INTO alerts (job, attempt, kind, about, body, created_at, next_try_at) VALUES (?, "
-            "(SELECT attempt FROM jobs WHERE id = ?), ?, ?, ?, ?, (SELECT ? FROM settings WHERE name = ?))",
-            [id_, id_, kind, about, body, now, now, _WEBHOOK],
+            "INSERT OR IGNORE INTO alerts (job, attempt, kind, about, body, said, created_at, next_try_at) VALUES (?, "
+            "(SELECT attempt FROM jobs WHERE id = ?), ?, ?, ?, ?, ?, (SELECT ? FROM settings WHERE name = ?))",
+            [id_, id_, kind, about, _json(body), _said(body, *alert.TOLD), now, now, _WEBHOOK],
         )
 
     @property
@@ -1023,9 +1065,11 @@ class Store:
             db.execute("DELETE FROM leases WHERE name = ? AND owner = ?", [name, owner])
 
     def retire(self, name: str, *, owner: str) -> bool:
-        """Give a lease back if no job may start or is active, in one transaction, so that none is left behind."""
+        """Give a lease back if no job may start, could as soon as there is room, or is active, in one transaction, so
+        that none is left behind."""
+        waits = "state = 'queued' AND (SELECT why FROM queue) IS NOT NULL"
         with self._write(durable=True) as db:
-            if self._one(f"SELECT 1 FROM jobs WHERE state IN {_in(ACTIVE)} OR ({_CLAIMABLE}) LIMIT 1"):
+            if self._one(f"SELECT 1 FROM jobs WHERE state IN {_in(ACTIVE)} OR ({_CLAIMABLE}) OR ({waits}) LIMIT 1"):
                 return False
             db.execute("DELETE FROM leases WHERE name = ? AND owner = ?", [name, owner])
             return True
@@ -1266,7 +1310,21 @@ def _forecast_values(forecast: Forecast | Mapping[str, Any] | None) -> dict[str,
 
 
 def _alert(row: Mapping[str, Any]) -> Alert:
-    return Alert(**{**row, "body": json.loads(row["body"])})
+    values = dict(row)
+    body = json.loads(values.pop("body"))
+    return Alert(**values | {"body": {**body, **_revived(body, values.pop("said"), *alert.TOLD)}})
+
+
+def _said(texts: Mapping[str, Any], *names: str) -> str | None:
+    """Those of the texts that any language can say, as JSON; None where none is one."""
+    found = {name: packed(text) for name in names if isinstance(text := texts.get(name), Sentence)}
+    return _json(found or None)
+
+
+def _revived(texts: Mapping[str, Any], said: str | None, *names: str) -> dict[str, str | None]:
+    """The texts with these names, as sentences where `said` (from `_said`) tells how to say just that text."""
+    known = {name: unpacked(found) for name, found in json.loads(said or "{}").items()}
+    return {name: known[name] if name in known and known[name] == texts[name] else texts[name] for name in names}
 
 
 @lru_cache(maxsize=512)

@@ -11,9 +11,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,15 +26,18 @@ from typing import Final, Literal
 
 from jobs import file_systems, processes
 from jobs.death import MOST_LOSSES, cause_of, obstacle
-from jobs.device_watch import DeviceWatch
+from jobs.device_watch import DeviceWatch, Found
 from jobs.freezer import Freezer
 from jobs.job import Job, State
+from jobs.log_file import shorten
 from jobs.store import PANEL_LEASE, SUPERVISOR_LEASE, Store
 from jobs.webhook import Sender
 from vramfit.errors import JobError, UserError
 from vramfit.faults import reach
-from vramfit.places import MORE_FILES, NO_MORE_FILES, cure_of, takes_no_writes
+from vramfit.places import NO_MORE_FILES, NO_ROOM, cure_of, takes_no_writes
+from vramfit.sentences import joined, say
 from vramfit.training.metrics import Event
+from vramfit.units import format_bytes
 
 POLL_S: Final = 0.1
 LEASE_S: Final = 2.0
@@ -39,6 +45,12 @@ LEASE_STALE_S: Final = 30.0  # for a holder on another machine or in another con
 TRAINER: Final = "jobs.run_job"
 LOG: Final = "supervisor.log"
 LOG_BYTES: Final = 5 * 2**20
+RETRY_S: Final = 5.0
+LONGEST_RETRY_S: Final = 60.0
+START_BYTES: Final = 64 * 2**20
+"""What must be free on a run's disk when its trainer is started: for its log, its rows and the first of a cache."""
+NOBODY_STARTS: Final = (*NO_ROOM, *NO_MORE_FILES, errno.EAGAIN, errno.ENOMEM)
+"""The system's errors that any other trainer would meet now as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,17 +116,19 @@ class Supervisor:
         *,
         command: Callable[[Job, Path], Sequence[str]] = trainer_command,
         patience: Patience = Patience(),
-        devices: Callable[[], Sequence[str]] | None = None,
+        devices: Callable[[], Found] | None = None,
     ) -> None:
         self._store, self._command, self._patience = store, command, patience
-        self._devices = devices or DeviceWatch(store.data_dir).names
-        self._noted_devices: tuple[str, ...] | None = None
+        self._devices = devices or DeviceWatch(store.data_dir).found
+        self._noted_devices: Found | None = None
         self._who = processes.own_identity()
         self._trainers: dict[int, _Trainer] = {}  # by job: one on each device
         self._renewed_at = float("-inf")
         self._panel_beat: float | None = None
         self._busy_at: float | None = None
         self._looked_for_lingering = False
+        self._tried_at: float | None = None  # when what keeps trainers from being started was last looked at
+        self._retry_s = RETRY_S
         self._untold: list[tuple[int, str, str]] = []  # job, kind and message of events not yet in the database
         self._dead_before = False  # the supervisor before this one died at work, on this boot
 
@@ -154,11 +168,11 @@ class Supervisor:
         if now - self._renewed_at >= LEASE_S:
             try:
                 if not self._store.renew_lease(SUPERVISOR_LEASE, owner=self._who):
-                    say("The lease of this data folder is gone; leaving it to the other supervisor.")
+                    log("The lease of this data folder is gone; leaving it to the other supervisor.")
                     return False
                 self._renewed_at = now
             except UserError as error:  # nobody else can take it meanwhile: its holder lives
-                say(f"The lease is renewed later: {error}")
+                log(f"The lease is renewed later: {error}")
         self._tell_later()
         active = self._store.active_jobs()
         self._watch(active, now)
@@ -193,7 +207,8 @@ class Supervisor:
     def _watch_foreground(self, job: Job) -> None:
         """Its process watches itself; only its death is ours to note."""
         if job.owner is not None and not self._holder_alive(job.owner, job.heartbeat_at or 0.0):
-            self._conclude(job, "interrupted", f"The process that ran it ended without a word{_restart(job.owner)}.")
+            key = "death.foreground" if processes.same_boot(job.owner) else "death.foreground.boot"
+            self._conclude(job, "interrupted", say(key))
 
     def _adopt(self, job: Job, now: float) -> None:
         """An active job from before this supervisor: its trainer lives, or will be found dead in this same round."""
@@ -201,14 +216,14 @@ class Supervisor:
         if self._dead_before:
             trainer.lost = True
             self._store.count_loss(job.id, attempt=job.attempt)
-        say(f"Found job {job.id} {job.state}; watching its trainer ({job.owner}).")
+        log(f"Found job {job.id} {job.state}; watching its trainer ({job.owner}).")
 
     def _bury(self, trainer: _Trainer) -> None:
         """The trainer's process is gone: end what it started, and note its death unless it noted its own end."""
         if trainer.who is not None:
             processes.end(trainer.who, grace_s=0.0 if trainer.pressed == "kill" else 1.0)
         job = self._store.job(trainer.job)
-        say(f"The trainer of job {job.id} ended, exit code {trainer.code}, state {job.state}.")
+        log(f"The trainer of job {job.id} ended, exit code {trainer.code}, state {job.state}.")
         if not job.active or job.attempt != trainer.attempt:
             return
         if job.state in ("stopping", "pausing"):
@@ -231,7 +246,7 @@ class Supervisor:
         if reason is None:
             self._go_on(job, death.cause)
         else:
-            self._conclude(job, death.state, f"{death.cause} {reason}".rstrip(), hint=death.remedy)
+            self._conclude(job, death.state, joined(death.cause, reason), hint=death.remedy)
 
     def _never_began(self, trainer: _Trainer, job: Job) -> None:
         """The supervisor died between claiming and starting. The next attempt's number shuts this one out."""
@@ -239,7 +254,7 @@ class Supervisor:
             self._store.count_loss(job.id, attempt=job.attempt)
         job = self._store.job(job.id)
         if job.losses >= MOST_LOSSES:
-            self._conclude(job, "interrupted", f"Its trainer never began. {obstacle(job)}")
+            self._conclude(job, "interrupted", joined(say("death.never"), obstacle(job) or ""))
             return
         self._store.transition(job.id, expected=("starting",), state="queued", attempt=job.attempt)
         self._note(job.id, "queued", "Its trainer never began, because the supervisor was ended; it waits again.")
@@ -257,8 +272,7 @@ class Supervisor:
     def _conclude(self, job: Job, state: State, failure: str | None, *, hint: str = "") -> None:
         remedy = None
         if failure is not None:
-            go_on = "Resume goes on from the last checkpoint" if job.has_checkpoint else "Start it again"
-            remedy = f"{hint} {go_on}; the log has the details.".lstrip()
+            remedy = joined(hint, say("next.resume.log" if job.has_checkpoint else "next.again.log"))
         with contextlib.suppress(JobError):  # the trainer noted its own end a moment before
             self._store.transition(
                 job.id,
@@ -272,7 +286,7 @@ class Supervisor:
                 self._note(job.id, state, failure)
 
     def _note(self, id_: int, kind: str, message: str) -> None:
-        say(f"job {id_}: {message}")
+        log(f"job {id_}: {message}")
         event = Event(time=self._store.clock(), level="warning", kind=kind, message=message)
         self._store.add_event(id_, event)
 
@@ -313,7 +327,7 @@ class Supervisor:
             try:
                 self._note(*self._untold[0])
             except UserError as error:
-                say(f"An event is written later: {error}")
+                log(f"An event is written later: {error}")
                 return
             del self._untold[0]
 
@@ -322,7 +336,7 @@ class Supervisor:
         if trainer.final_seen_at is None:
             trainer.final_seen_at = now
         if now - trainer.final_seen_at >= self._patience.leave and trainer.who is not None:
-            say(f"The trainer of job {trainer.job} did not leave within {self._patience.leave:.0f} s; ending it.")
+            log(f"The trainer of job {trainer.job} did not leave within {self._patience.leave:.0f} s; ending it.")
             trainer.pressed = "kill"
             processes.kill(trainer.who)
 
@@ -338,19 +352,23 @@ class Supervisor:
             with contextlib.suppress(JobError, ValueError):  # no trainer of ours has such a command line
                 if int(id_) not in self._trainers:
                     self._trainers[int(id_)] = _watched(self._store.job(int(id_)), who, None, now, attempt=int(attempt))
-                    say(f"The trainer of job {id_} has not left yet ({who}); waiting for it.")
+                    log(f"The trainer of job {id_} has not left yet ({who}); waiting for it.")
 
     def _claim(self, active: Sequence[Job], now: float) -> None:
         """Start what may start. The devices of jobs that were `active` when the round began are left for the next."""
         if not self._looked_for_lingering:
             self._looked_for_lingering = True
             self._find_lingering(now)
-        there = tuple(self._devices())
-        if there and there != self._noted_devices:
-            self._store.set_devices(there)
-            self._noted_devices = there
+        self._try_again(now)
+        found = self._devices()
+        there = found.names
+        if there and found != self._noted_devices:
+            self._store.set_devices(there, silent_since=found.silent_since)
+            self._noted_devices = found
         taken = [trainer.device for trainer in self._trainers.values()] + [job.asked_config.device for job in active]
         held = {there[0] if device == "auto" else device for device in taken if there}
+        if found.silent_since is not None:  # what has its cards would hang, too; one that leaves the choice means them
+            held |= {"auto", *(name for name in there if name != "cpu")}
         # A job whose last trainer has not left yet waits for that, also where another device is free.
         while (job := self._store.claim_next(self._who, there, held=held, leaving=self._trainers)) is not None:
             held.add(job.device or "")  # also where it did not come to be: not all that waits is tried in one round
@@ -360,12 +378,16 @@ class Supervisor:
         try:
             reach("claim: before the spawn")
             job.folder.mkdir(parents=True, exist_ok=True)  # someone may have deleted it while the job waited
+            check_room(job.folder)
+            shorten(job.log)  # the trainer does so itself, where the system lets it
             process = processes.spawn(self._command(job, self._store.data_dir), log=job.log)
         except OSError as error:
-            # A full disk, too many open files, or a folder that takes no writes: it waits until somebody has seen to
-            # that.
-            hint = _cure_of_start(error, job.folder)
-            reason = f"The trainer could not be started: {error.strerror or error}."
+            if error.errno in NOBODY_STARTS:
+                self._wait_for_a_start(job, error)
+                return
+            # A folder that takes no writes: this one waits until somebody has seen to that.
+            hint = cure_of(error) if takes_no_writes(error, job.folder) else ""
+            reason = say("start.failed", reason=error.strerror or str(error))
             self._conclude(job, "paused" if hint else "failed", reason, hint=hint)
             return
         reach("claim: after the spawn")
@@ -373,7 +395,33 @@ class Supervisor:
         self._trainers[job.id] = _watched(job, who, process, now)
         if who is not None:
             self._store.set_owner(job.id, attempt=job.attempt, owner=who)
-        say(f"Started job {job.id}, attempt {job.attempt}, pid {process.pid}.")
+        log(f"Started job {job.id}, attempt {job.attempt}, pid {process.pid}.")
+
+    def _wait_for_a_start(self, job: Job, error: OSError) -> None:
+        """No room, no files or no memory: the next job would meet the same, so the queue waits, and says so once."""
+        cure = cure_of(error) or say("cure.programs")
+        why = joined(say("queue.waits", reason=error.strerror or str(error)), cure, say("queue.tries"))
+        event = Event(time=self._store.clock(), level="warning", kind="queued", message=why)
+        again = self._tried_at is not None
+        log(f"job {job.id}: {why}")
+        try:
+            self._store.wait_for_a_start(job.id, attempt=job.attempt, why=why, event=None if again else event)
+        except JobError:  # it was stopped a moment before
+            state = self._store.job(job.id).state
+            self._conclude(job, "paused" if state == "pausing" else "cancelled", None)
+
+    def _try_again(self, now: float) -> None:
+        """A queue that waits until trainers can be started is let go once that is so, looked at ever less often."""
+        if self._store.queue_waits is None:
+            self._tried_at, self._retry_s = None, RETRY_S
+            return
+        if self._tried_at is None:
+            self._tried_at = now
+        if now - self._tried_at < self._retry_s:
+            return
+        self._tried_at, self._retry_s = now, min(2 * self._retry_s, LONGEST_RETRY_S)
+        if can_start(self._store.data_dir):
+            self._store.start_again()
 
     # ---- leaving ----------------------------------------------------------------------------------------------
 
@@ -406,25 +454,38 @@ def holder_alive(who: str, heartbeat_at: float, *, now: float) -> bool:
     return abs(now - heartbeat_at) < LEASE_STALE_S
 
 
-def _cure_of_start(error: OSError, folder: Path) -> str:
-    """What lets a trainer be started that could not be, as a sentence; "" where nobody knows."""
-    if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
-        return "Free some room."
-    if error.errno in NO_MORE_FILES:
-        return f"{MORE_FILES}."
-    return f"{cure_of(error)}." if takes_no_writes(error, folder) else ""
+def check_room(folder: Path) -> None:
+    """Raises OSError (ENOSPC) when the disk of `folder` has less room than a trainer needs to begin."""
+    free = shutil.disk_usage(folder).free
+    if free < START_BYTES:
+        reason = say("start.room", size=format_bytes(free), needed=format_bytes(START_BYTES))
+        raise OSError(errno.ENOSPC, reason, str(folder))
 
 
-def _restart(owner: str) -> str:
-    return "" if processes.same_boot(owner) else "; the machine was started again since"
+def can_start(folder: Path) -> bool:
+    """Whether room and files can be had. Tried, since a quota is in no figure that could be asked for; nothing is
+    left. Memory for another process is only found out by starting one."""
+    opened: list[int] = []
+    try:
+        check_room(folder)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(2**20))
+            file.flush()
+            os.fsync(file.fileno())
+            for _ in range(8):
+                opened += os.pipe()
+    except OSError:
+        return False
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+    return True
 
 
 def _stop_note(patience: Patience, late: bool) -> str | None:
     if not late:
         return None
-    return (
-        f"It did not end within {patience.stop:.0f} s of Stop and was ended; steps since the last checkpoint are lost."
-    )
+    return say("death.late", seconds=f"{patience.stop:.0f}")
 
 
 def _watched(
@@ -453,14 +514,14 @@ def ensure_running(data_dir: Path) -> None:
         if holder is not None and holder_alive(*holder, now=store.clock()):
             return
         folder = store.data_dir
-    log = folder / LOG
+    place = folder / LOG
     with contextlib.suppress(OSError):
-        if log.stat().st_size > LOG_BYTES:
-            log.replace(log.with_suffix(".log.1"))
+        if place.stat().st_size > LOG_BYTES:
+            place.replace(place.with_suffix(".log.1"))
     command = processes.python_module("jobs.supervisor", "--data-dir", str(folder))
     _started[:] = [process for process in _started if process.poll() is None]
     try:
-        _started.append(processes.spawn(command, log=log))
+        _started.append(processes.spawn(command, log=place))
     except OSError as error:
         raise JobError(
             f"The job supervisor could not be started: {error.strerror or error}",
@@ -482,14 +543,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with Store(options.data_dir) as store:
             store.check()
             if notice := file_systems.notice(store.data_dir):
-                say(notice)
+                log(notice)
             supervisor = Supervisor(store, patience=Patience(idle=options.idle))
             if not supervisor.start(wait=time.sleep):
                 holder = store.lease(SUPERVISOR_LEASE)
                 pid = processes.pid_of(holder[0]) if holder else "unknown"
-                say(f"Another supervisor (pid {pid}) works on {store.data_dir}; this one leaves.")
+                log(f"Another supervisor (pid {pid}) works on {store.data_dir}; this one leaves.")
                 return 0
-            with Sender(store, owner=processes.own_identity(), say=say), Freezer(store, say=say):
+            with Sender(store, owner=processes.own_identity(), say=log), Freezer(store, say=log):
                 loop(supervisor, asked=asked)
     except UserError as error:
         print(error, file=sys.stderr)
@@ -504,9 +565,9 @@ def loop(supervisor: Supervisor, *, asked: Callable[[], bool]) -> None:
             if not supervisor.step(time.monotonic()):
                 return
         except UserError as error:
-            say(f"will try again: {error}")
+            log(f"will try again: {error}")
         time.sleep(POLL_S)
-    say("Asked to leave; trainers go on.")
+    log("Asked to leave; trainers go on.")
     with contextlib.suppress(UserError):
         supervisor.stop()
 
@@ -523,7 +584,7 @@ def signal_flag() -> Callable[[], bool]:
     return lambda: bool(seen)
 
 
-def say(message: str) -> None:
+def log(message: str) -> None:
     """A line in supervisor.log."""
     print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}", flush=True)
 

@@ -12,6 +12,9 @@ import pytest
 from vramfit.engine.threads import let_threads_sleep
 
 let_threads_sleep()  # before any test imports torch
+# Hundreds of trainers, supervisors and panels are started: each would compile our modules anew (0.4 s).
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 ROOT = Path(__file__).parent.parent
 CACHE = Path(os.environ.get("VRAMFIT_TEST_CACHE", ROOT / ".cache"))

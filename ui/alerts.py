@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, Final
 
-from jobs.alert import MOST_TRIES, Alert
+from jobs.alert import MOST_TRIES, TOLD, Alert
 from jobs.store import Store
 from jobs.webhook import checked_address, post, shown_address
 from ui.texts import Texts
@@ -47,7 +47,7 @@ def try_webhook(store: Store, address: str, texts: Texts) -> dict[str, Any]:
 
 def _notice(found: Alert, texts: Texts) -> dict[str, Any]:
     body = found.body
-    why = [body[part] for part in ("message", "failure", "remedy") if body[part]]
+    why = [texts.said(body[part]) for part in TOLD if body[part]]
     if body["final_loss"] is not None and found.kind == "finished":
         why.append(texts["alerts.loss"].format(loss=f"{body['final_loss']:.4g}"))
     return {
@@ -55,7 +55,7 @@ def _notice(found: Alert, texts: Texts) -> dict[str, Any]:
         "job": found.job,
         "kind": found.kind,
         "title": texts[f"alerts.{found.kind}"].format(id=found.job, name=body["name"]),
-        "text": " ".join(why),
+        "text": texts.speech.space.join(why),
     }
 
 

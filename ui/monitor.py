@@ -54,6 +54,16 @@ class Cursor:
     samples_known: int = -1
 
 
+@dataclass(frozen=True, kw_only=True)
+class Queue:
+    """Why the queue starts nothing now, and why nothing that needs a card, each "" where it does; and the devices there
+    are, () while nobody looked."""
+
+    held: str
+    silent: str
+    devices: Sequence[str]
+
+
 def choose_run(store: Store, wanted: int) -> Job | None:
     """The run `wanted`; with 0 the one at work, else the newest, else None.
 
@@ -77,7 +87,7 @@ def run_view(store: Store, wanted: int, cursor: Cursor, texts: Texts, *, with_lo
     return {
         "time": time.time(),
         "job": {
-            **job_values(job, texts, held=store.queue_held, devices=store.devices),
+            **job_values(job, texts, queue_of(store, texts)),
             "skipped_steps": store.skipped_steps(job.id),
         },
         "figures": _figures(job, texts, checked=drifts.rows > 0, streams=streamed.steps > 0),
@@ -95,9 +105,9 @@ def run_view(store: Store, wanted: int, cursor: Cursor, texts: Texts, *, with_lo
     }
 
 
-def job_values(job: Job, texts: Texts, *, held: bool = False, devices: Sequence[str] = ()) -> dict[str, Any]:
-    """A job as the pages show it; Runs and Monitor use the same words for it. `held`: the queue starts nothing now.
-    `devices` are the machine's, () while nobody looked."""
+def job_values(job: Job, texts: Texts, queue: Queue | None = None) -> dict[str, Any]:
+    """A job as the pages show it; Runs and Monitor use the same words for it. `queue`: what holds up those that
+    wait."""
     config = job.config
     # Someone may have moved or deleted the result; then there is nothing to go on from.
     export = job.folder / job.export if job.export and is_folder(job.folder / job.export) else None
@@ -121,11 +131,11 @@ def job_values(job: Job, texts: Texts, *, held: bool = False, devices: Sequence[
         "peak_allocated_bytes": job.peak_allocated_bytes,
         "export": str(export) if export else None,
         "tunable": export is not None and config.model.source == STARTER_MODEL,
-        "failure": job.failure,
-        "remedy": job.remedy,
+        "failure": job.failure and texts.said(job.failure),
+        "remedy": job.remedy and texts.said(job.remedy),
         "stop_requested": job.stop_requested,
         "resumable": job.resumable,
-        "waits": waits_text(job, texts, held=held, devices=devices),
+        "waits": "" if queue is None else waits_text(job, texts, queue),
         "folder": str(job.folder),
         "method": texts.value("method", config.method),
         "model": short_model(config.model.source),
@@ -140,15 +150,28 @@ def without_device(job: Job, devices: Sequence[str]) -> bool:
     return job.state == "queued" and bool(devices) and job.config.device not in ("auto", *devices)
 
 
-def waits_text(job: Job, texts: Texts, *, held: bool, devices: Sequence[str] = ()) -> str:
+def waits_text(job: Job, texts: Texts, queue: Queue) -> str:
     """Why a queued job does not start though it may be its turn; "" when nothing holds it up."""
     if job.blocked:
         ended = job.after_state in UNSUCCESSFUL
         state = texts[f"state.{job.after_state}"]
         return texts["runs.waits.ended" if ended else "runs.waits"].format(id=job.after, state=state)
-    if without_device(job, devices):
-        return texts["runs.waits.device"].format(device=job.config.device, there=texts["list.comma"].join(devices))
-    return texts["runs.held"] if held and job.state == "queued" else ""
+    if job.state != "queued":
+        return ""
+    if queue.silent and job.config.device != "cpu":
+        return queue.silent
+    if without_device(job, queue.devices):
+        there = texts["list.comma"].join(queue.devices)
+        return texts["runs.waits.device"].format(device=job.config.device, there=there)
+    return queue.held
+
+
+def queue_of(store: Store, texts: Texts) -> Queue:
+    """What holds waiting jobs up now."""
+    why, since = store.queue_waits, store.driver_silent_since
+    held = texts.said(why) if why is not None else texts["runs.held"] if store.queue_held else ""
+    at = time.strftime("%Y-%m-%d %H:%M", time.localtime(since))
+    return Queue(held=held, silent="" if since is None else texts["runs.silent"].format(time=at), devices=store.devices)
 
 
 def has_card(job: Job) -> bool:

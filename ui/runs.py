@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any, Final
 
 from jobs.store import Store
-from ui.monitor import job_values, pause, resume, stop, without_device
+from ui.monitor import job_values, pause, queue_of, resume, stop, without_device
 from ui.texts import Texts
 from vramfit.errors import UserError
 
@@ -16,23 +16,24 @@ SHOWN: Final = 200
 
 def runs_view(store: Store, texts: Texts) -> dict[str, Any]:
     """What is at work, then what waits in its order, then the newest SHOWN of the others, as plain JSON values."""
-    held, queued, there = store.queue_held, store.queued_jobs(limit=SHOWN), store.devices
-    runs = [job_values(job, texts, held=held) for job in (*store.active_jobs(), *store.jobs_at_rest(limit=SHOWN))]
+    queue, queued = queue_of(store, texts), store.queued_jobs(limit=SHOWN)
+    runs = [job_values(job, texts, queue) for job in (*store.active_jobs(), *store.jobs_at_rest(limit=SHOWN))]
     waiting = [
         {
-            **job_values(job, texts, held=held, devices=there),
+            **job_values(job, texts, queue),
             "place": place,
             "changeable": job.step == 0,
             "after": job.after,
             "after_anyway": job.after_anyway,
-            "blocked": job.blocked or without_device(job, there),
+            "blocked": job.blocked or without_device(job, queue.devices),
         }
         for place, job in enumerate(queued, start=1)
     ]
     at_work = sum(run["active"] for run in runs)
     return {
         "time": time.time(),
-        "held": held,
+        "held": queue.held,
+        "silent": queue.silent,
         "devices": devices_text(store, texts),
         "runs": [*runs[:at_work], *waiting, *runs[at_work:]],
     }

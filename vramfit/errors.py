@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vramfit.sentences import joined
+
 if TYPE_CHECKING:
     from vramfit.planning.plan import Forecast
 
@@ -120,7 +122,7 @@ class WontFit(UserError):
         self.needed_bytes, self.available_bytes = needed_bytes, available_bytes
         self.tier, self.phase = tier, phase
         self.suggestions = tuple(suggestions)
-        super().__init__(what, " ".join(self.suggestions))
+        super().__init__(what, joined(*self.suggestions))
 
 
 class OutOfDisk(UserError):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from vramfit.errors import UserError
+from vramfit.sentences import say
 
 UNWRITABLE: Final = (errno.EROFS, errno.EACCES)
 """The system's errors for a folder that takes no writes and will again once somebody has seen to it."""
@@ -16,7 +17,8 @@ UNWRITABLE: Final = (errno.EROFS, errno.EACCES)
 NO_MORE_FILES: Final = (errno.EMFILE, errno.ENFILE)
 """The system's errors where a process, or the whole machine, has as many files open as it may."""
 
-MORE_FILES: Final = "Raise the limit of open files (ulimit -n), or close other programs"
+NO_ROOM: Final = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
+"""The system's errors for a disk that is full, and for a quota that is used up."""
 
 
 def takes_no_writes(error: BaseException, folder: Path) -> bool:
@@ -26,11 +28,14 @@ def takes_no_writes(error: BaseException, folder: Path) -> bool:
     return isinstance(error.filename, str | os.PathLike) and Path(error.filename).is_relative_to(folder)
 
 
-def cure_of(error: OSError) -> str:
-    """What makes a folder that takes no writes take them again, a sentence without its end."""
-    if error.errno == errno.EROFS:
-        return "Check the drive (the system makes one with errors read-only) and mount it for writing"
-    return "Give the folder back its right to be written to"
+def cure_of(error: OSError, *, resume: bool = False) -> str:
+    """What a person can do about an error of the system, as a sentence, with `resume` for a run that it ended; "" where
+    nobody knows."""
+    name = next((name for codes, name in _CURES.items() if error.errno in codes), "")
+    return say(f"cure.{name}{'.run' if resume else ''}") if name else ""
+
+
+_CURES: Final = {NO_ROOM: "room", NO_MORE_FILES: "files", (errno.EROFS,): "readonly", (errno.EACCES,): "rights"}
 
 
 def default_data_folder() -> Path:

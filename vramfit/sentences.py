@@ -1,13 +1,19 @@
-"""What is said of a plan: sentences that carry their name and their numbers, so that any language can say them."""
+"""What is said of plans and of how runs ended: sentences that carry their name and their numbers, for any language."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 Value = str | int | tuple[str, ...]
 """What stands in a sentence. Strings that are sentences themselves are told in the same language; a tuple lists what a
 version lacks."""
+
+JOINED: Final = "joined"
+"""The key of several sentences, one after the other; `parts` are they."""
+ENDED: Final = "ended"
+"""The key of a text that gets a full stop; `said` is it."""
+STOPS: Final = (".", "!", "?", "。", "！", "？")
 
 
 class Sentence(str):
@@ -26,6 +32,41 @@ def say(key: str, **values: Value) -> Sentence:
     """The sentence called `key` with its values."""
     shown = {name: ", ".join(value) if isinstance(value, tuple) else value for name, value in values.items()}
     return Sentence(ENGLISH[key].format(**shown), key, values)
+
+
+def joined(*parts: str) -> Sentence:
+    """Sentences one after the other; those that say nothing are left out."""
+    there = tuple(part for part in parts if part)
+    return Sentence(" ".join(there), JOINED, {"parts": there})
+
+
+def ended(text: str) -> str:
+    """The text with a full stop, unless it has one."""
+    return text if text.endswith(STOPS) else Sentence(f"{text}.", ENDED, {"said": text})
+
+
+def packed(text: str) -> Any:
+    """A text as JSON values, with what any language needs to say it."""
+    if not isinstance(text, Sentence):
+        return text
+    values = {
+        name: [packed(each) for each in value] if isinstance(value, tuple) else packed(value)  # type: ignore[arg-type]
+        for name, value in text.values.items()
+    }
+    return {"text": str(text), "key": text.key, "values": values}
+
+
+def unpacked(found: Any) -> str:
+    """A text from what `packed` made of it. Raises KeyError and TypeError for anything else."""
+    if not isinstance(found, Mapping):
+        return str(found)
+    return Sentence(found["text"], found["key"], {name: _value(value) for name, value in found["values"].items()})
+
+
+def _value(found: Any) -> Value:
+    if isinstance(found, list):
+        return tuple(unpacked(each) for each in found)
+    return found if isinstance(found, int) else unpacked(found)
 
 
 ENGLISH: Final[Mapping[str, str]] = {
@@ -153,4 +194,117 @@ ENGLISH: Final[Mapping[str, str]] = {
     "{format}, {bandwidth} GB/s) until it is measured (calibrate)",
     "assumed.cpu": "The CPU's speed is assumed from {cores} core(s) with {vectors} at {clock} GHz, until it is "
     "measured (calibrate)",
+    "gone.folder": "The folder of run {job}, {folder}, is gone, and with it its checkpoints up to step {step}",
+    "death.boot": "The machine was started again while it trained.",
+    "death.memory": "The machine ran out of memory (RAM) and the system ended the trainer (SIGKILL).",
+    "death.silent": "The trainer ended without a word; why is not known, as the supervisor that started it was gone.",
+    "death.unseen": "Its trainer ended without a word, and no supervisor was there to see it.",
+    "death.code": "The trainer ended with exit code {code} before it could say how the run went.",
+    "death.crash": "The trainer crashed ({signal}).",
+    "death.outside": "The trainer was ended from outside ({signal}).",
+    "death.never": "Its trainer never began.",
+    "death.late": "It did not end within {seconds} s of Stop and was ended; steps since the last checkpoint are lost.",
+    "death.foreground": "The process that ran it ended without a word.",
+    "death.foreground.boot": "The process that ran it ended without a word; the machine was started again since.",
+    "death.keyboard": "The run was interrupted from the keyboard.",
+    "death.system": "The system asked the trainer to end; it saved its work at step {step}.",
+    "stays.parked": "The supervisor of the queue died {times} times over this run, so it is parked and starts again "
+    "only when you resume it.",
+    "stays.no_step": "It does not go on by itself, because no step was done.",
+    "stays.no_further": "It does not go on by itself, because the start before had come to step {step} too.",
+    "stays.once": "It went on by itself once, which is the most that was set (automatic resumes), so it waits for you.",
+    "stays.often": "It went on by itself {times} times, which is the most that was set (automatic resumes), so it "
+    "waits for you.",
+    "start.failed": "The trainer could not be started: {reason}.",
+    "start.room": "{size} of its disk are free, and {needed} have to be",
+    "queue.waits": "The queue waits, because no trainer can be started now: {reason}.",
+    "queue.tries": "It is tried again by itself, and at once when you let the queue go on.",
+    "failed.memory": "The machine ran out of memory: {reason}",
+    "failed.memory.device": "The device ran out of memory: {reason}",
+    "failed.memory.none": "no more could be had",
+    "failed.card": "The card was lost while it trained: {reason}",
+    "failed.full": "The disk is full: {reason}",
+    "failed.folder": "The run's folder takes no writes ({reason})",
+    "failed.disk": "The disk did not do what was asked of it ({reason})",
+    "failed.files": "No further file could be opened ({reason})",
+    "failed.unexpected": "Unexpected error ({reason})",
+    "save.full": "The disk filled up while a checkpoint of {size} was written to {folder}",
+    "save.quota": "The disk filled up (the quota is used up) while a checkpoint of {size} was written to {folder}",
+    "save.no_room": "A checkpoint needs {needed} of disk, {folder} has {free} free",
+    "save.refused": "A checkpoint could not be written to {folder}: {reason}",
+    "export.full": "The disk filled up while the result of {size} was written to {folder}",
+    "export.no_room": "The result needs {needed} of disk, {folder} has {free} free",
+    "export.refused": "The result could not be written to {folder}: {reason}",
+    "health.spike": "The loss jumped to {loss}; the median of the {steps} steps before is {usual}, a usual deviation "
+    "{spread}.",
+    "health.slow": "Speed fell to {speed} tokens/s from the usual {usual}: another program, heat, or memory that is "
+    "short may be the cause.",
+    "health.hot": "The card is too hot and has lowered its clocks: the run is slower until it cools. Give it air, or a "
+    "lower power limit.",
+    "health.hot.at": "The card is too hot at {degrees} °C and has lowered its clocks: the run is slower until it "
+    "cools. Give it air, or a lower power limit.",
+    "health.spill": "The run holds {held}, and {used} are in use on a card of {size}: the rest lies in RAM, which "
+    "makes steps many times slower. Lower the memory budget, or end other programs that use the card.",
+    "health.drift": "{format} strays from fp32: the loss by {loss}, the gradient norm by {norm}; the limit is {limit}.",
+    "health.refused": "{problem} ({rows}).",
+    "health.refused.loss": "The loss is not a finite number, so the step was refused",
+    "health.refused.scale": "fp16's loss scale has fallen to {scale}, below {least}: the gradients stay infinite",
+    "health.refused.gradient": "The gradient is not finite, so the step was refused",
+    "health.ends.one": "A step gave no finite result: {problem} (last with {rows})",
+    "health.ends": "{count} steps in a row up to step {step} gave no finite result: {problem} (last with {rows})",
+    "health.rate": "Lower the learning rate, or choose fp32 or bf16, and look at these rows; the last good checkpoint "
+    "is kept.",
+    "health.format": "Choose bf16 or fp32, and look at these rows; the last good checkpoint is kept.",
+    "rows.one": "row {names} of the data",
+    "rows.some": "rows {names} of the data",
+    "rows.more": "rows {names} and {more} more of the data",
+    "cure.memory": "Close other programs, or set a smaller micro-batch or maximum length.",
+    "cure.smaller": "Set a smaller micro-batch or maximum length, or recompute activations; then start or resume it.",
+    "cure.card": "Look at the card with its driver's tool, restart the machine if it is not shown there, and resume.",
+    "cure.room": "Free some room.",
+    "cure.room.run": "Free some room and resume the run; checkpoints saved so far are kept.",
+    "cure.files": "Raise the limit of open files (ulimit -n), or close other programs.",
+    "cure.files.run": "Raise the limit of open files (ulimit -n), or close other programs, then resume the run; "
+    "checkpoints saved so far are kept.",
+    "cure.programs": "Close other programs.",
+    "cure.readonly": "Check the drive (the system makes one with errors read-only) and mount it for writing.",
+    "cure.readonly.run": "Check the drive (the system makes one with errors read-only) and mount it for writing, then "
+    "resume the run; checkpoints saved so far are kept.",
+    "cure.rights": "Give the folder back its right to be written to.",
+    "cure.rights.run": "Give the folder back its right to be written to, then resume the run; checkpoints saved so far "
+    "are kept.",
+    "cure.drive.run": "Check the drive, then resume the run; checkpoints saved so far are kept.",
+    "cure.folder.run": "Check that the folder can be written to, then resume the run; checkpoints saved so far are "
+    "kept.",
+    "next.log": "The log has the details.",
+    "next.resume": "Resume goes on from the last checkpoint.",
+    "next.there": "Resume goes on from there.",
+    "next.resume.log": "Resume goes on from the last checkpoint; the log has the details.",
+    "next.again.log": "Start it again; the log has the details.",
 }
+
+PHASES: Final[Mapping[str, str]] = {
+    "load": "loading",
+    "forward": "forward",
+    "loss": "loss",
+    "backward": "backward",
+    "block": "{phase} of block {number}",
+    "embedding": "backward of the embedding",
+    "step": "optimizer step",
+    "evaluation": "evaluation",
+    "calibration": "comparison with fp32",
+}
+"""Phases of a step, by the planner's names; `block` is the phase of one block."""
+
+WAYS: Final[Mapping[str, str]] = {
+    "on the device": "on the card",
+    "on the device.cpu": "in RAM",
+    "8-bit optimizer": "8-bit optimizer",
+    "block inputs in RAM": "block inputs in RAM",
+    "optimizer in RAM": "optimizer in RAM",
+    "shared by the cards (DDP)": "shared by the cards (DDP)",
+    "split among the cards (FSDP)": "split among the cards (FSDP)",
+    "streaming from RAM": "streaming from RAM",
+    "streaming from disk": "streaming from disk",
+}
+"""Ways to run a model, by the planner's names."""

@@ -8,18 +8,22 @@ from tests.faults.scenario import Outcome
 from vramfit.faults import KINDS, POINTS
 
 
-def outcome(point: str, kind: str, *violations: str) -> Outcome:
-    return Outcome(point=point, kind=kind, struck=True, first_state="paused", attempts=2, violations=list(violations))
+def outcome(point: str, kind: str, *violations: str, seed: int = 0) -> Outcome:
+    return Outcome(
+        point=point, kind=kind, seed=seed, struck=True, first_state="paused", attempts=2, violations=list(violations)
+    )
 
 
 def test_what_held_and_what_was_not_tried_is_told() -> None:
-    page = reliability.page([outcome(POINTS[0], kind) for kind in KINDS], seconds=7.4)
+    outcomes = [outcome(POINTS[0], kind) for kind in KINDS]
+    page = reliability.page([*outcomes, outcome(POINTS[0], "kill", seed=1)], seconds=7.4)
+    assert "| seeds | 2, of the kinds" in page
     assert f"| points | 1 of {len(POINTS)} |" in page
-    assert f"| faults tried | {len(KINDS)} |" in page
-    assert f"| trainers started | {2 * len(KINDS)} |" in page
+    assert f"| faults tried | {len(KINDS) + 1} |" in page
+    assert f"| trainers started | {2 * len(KINDS) + 2} |" in page
     assert "| seconds | 7 |" in page
     assert "| **violations** | **0** |" in page
-    assert f"| {POINTS[0]} | paused, 2 | paused, 2 | paused, 2 | paused, 2 |" in page
+    assert f"| {POINTS[0]} | paused, 2; paused, 2 | paused, 2 | paused, 2 |" in page
     assert f"| {POINTS[1]} | not tried | not tried | not tried | not tried |" in page
     assert "## Violations" not in page
 
@@ -39,4 +43,4 @@ def test_a_violation_is_counted_marked_and_told() -> None:
     page = reliability.page([outcome(POINTS[0], "kill", "a loss is another", "left behind: x")], seconds=1)
     assert "| **violations** | **2** |" in page
     assert f"| {POINTS[0]} | paused, 2 **!** | not tried |" in page
-    assert f"- {POINTS[0]}, kill: a loss is another; left behind: x" in page
+    assert f"- {POINTS[0]}, kill, seed 0: a loss is another; left behind: x" in page

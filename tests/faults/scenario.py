@@ -3,8 +3,10 @@
     python -m tests.faults.scenario supervise DATA_DIR      what the scenarios start as a process
 
 A run of five steps of a model with two blocks of 16 learns from 24 rows; two jobs are in the data folder, of which one
-waits aside as a draft and must stay as it is. The supervisor that met the fault is ended by SIGKILL; the next one has
-no fault. What is done by hand is only what Resume does: a job that ended is put back into the queue.
+waits aside as a draft and must stay as it is. A seed draws at which arrival at its point the fault strikes: the first,
+the last, or one between; where a job is claimed, whether another one was before. The supervisor that met the fault is
+ended by SIGKILL; the next one has no fault. What is done by hand is only what Resume does: a job that ended is put back
+into the queue.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -35,40 +38,79 @@ ROOT: Final = Path(__file__).resolve().parent.parent.parent
 STEPS: Final = 5
 SECONDS: Final = 120.0
 RESUMES: Final = 3  # by hand; more would be a job that does not come through
-ARRIVALS: Final = {
+REACHED: Final = {
+    "save: before the files": 3,
+    "save: tensors written": 3,
+    "save: manifest written": 3,
+    "save: renamed": 3,
+    "save: rotating": 2,
+    "export: weights written": 1,
+    "export: before the move": 1,
+    "trainer: before a step": STEPS,
+    "trainer: in a step": STEPS,
+    "trainer: after a step": STEPS,
+    "trainer: after an evaluation": 2,
+    "claim: before the spawn": 2,  # the first is of another job, which ends at once
+    "claim: after the spawn": 2,
+    "recorder: flush": 6,  # and more, by the clock
+}
+"""How often an undisturbed run arrives at a point."""
+
+USUAL: Final = {
     "save: before the files": 2,
     "save: tensors written": 2,
     "save: manifest written": 2,
     "save: renamed": 2,
-    "save: rotating": 1,
     "trainer: in a step": 3,
     "trainer: after a step": 3,
     "trainer: after an evaluation": 2,
     "recorder: flush": 4,
 }
-"""At which arrival a fault strikes: mostly where an older checkpoint is there. The others strike at the first."""
+"""At which arrival a fault of seed 0 strikes: mostly where an older checkpoint is there. The others: at the first."""
 
-CHOSEN: Final = (
-    ("save: before the files", "eio"),
-    ("save: tensors written", "enospc"),
-    ("save: manifest written", "kill"),
-    ("save: renamed", "kill"),
-    ("save: rotating", "kill"),
-    ("export: weights written", "enospc"),
-    ("export: before the move", "error"),
-    ("trainer: before a step", "kill"),
-    ("trainer: in a step", "eio"),
-    ("trainer: after a step", "kill"),
-    ("trainer: after an evaluation", "error"),
-    ("claim: before the spawn", "kill"),
-    ("claim: after the spawn", "error"),
-    ("recorder: flush", "kill"),
-    ("save: tensors written", "edquot"),
-    ("claim: before the spawn", "emfile"),
+SEEDS: Final = 3
+SEEDED: Final = ("kill", "error", "enospc")
+"""The kinds that are tried with further seeds."""
+
+Fault = tuple[str, str, int]
+"""Point, kind and seed."""
+
+CHOSEN: Final[tuple[Fault, ...]] = (
+    ("save: before the files", "eio", 1),
+    ("save: tensors written", "edquot", 0),
+    ("save: manifest written", "kill", 2),
+    ("save: renamed", "kill", 0),
+    ("save: rotating", "kill", 0),
+    ("export: weights written", "enospc", 0),
+    ("export: before the move", "error", 0),
+    ("trainer: before a step", "kill", 1),
+    ("trainer: in a step", "enospc", 2),
+    ("trainer: after a step", "kill", 0),
+    ("trainer: after an evaluation", "error", 1),
+    ("claim: before the spawn", "kill", 0),
+    ("claim: before the spawn", "emfile", 1),
+    ("claim: after the spawn", "error", 0),
+    ("recorder: flush", "kill", 2),
 )
-"""What is tried where the full cross product would take too long: each point and each kind."""
+"""What is tried where all would take too long: each point, each kind and each seed."""
 
-ALL: Final = tuple((point, kind) for point in POINTS for kind in KINDS)
+
+def arrival_of(point: str, seed: int) -> int | None:
+    """At which arrival the fault of a seed strikes, from 1: another one for each. None: there are no more."""
+    usual = USUAL.get(point, 1)
+    others = [number for number in range(1, REACHED[point] + 1) if number != usual]
+    random.Random(point).shuffle(others)
+    drawn = [usual, *others]
+    return drawn[seed] if seed < len(drawn) else None
+
+
+ALL: Final[tuple[Fault, ...]] = tuple(
+    (point, kind, seed)
+    for point in POINTS
+    for kind in KINDS
+    for seed in range(SEEDS if kind in SEEDED else 1)
+    if arrival_of(point, seed) is not None
+)
 
 
 @dataclass
@@ -77,6 +119,7 @@ class Outcome:
 
     point: str
     kind: str
+    seed: int = 0
     struck: bool = False
     first_state: str = ""
     attempts: int = 0
@@ -159,9 +202,9 @@ def undisturbed(config: RunConfig, folder: Path) -> Reference:
         )
 
 
-def go_through(point: str, kind: str, *, config: RunConfig, folder: Path, reference: Reference) -> Outcome:
+def go_through(point: str, kind: str, seed: int, *, config: RunConfig, folder: Path, reference: Reference) -> Outcome:
     """Meet one fault, start again without it, resume as the page would, and check what must hold."""
-    began, outcome = time.monotonic(), Outcome(point=point, kind=kind)
+    began, outcome = time.monotonic(), Outcome(point=point, kind=kind, seed=seed)
     folder.mkdir(parents=True)
     shutil.copytree(reference.cache, folder / "cache")
     try:
@@ -174,10 +217,12 @@ def go_through(point: str, kind: str, *, config: RunConfig, folder: Path, refere
 
 
 def _strike_and_take_up(outcome: Outcome, *, config: RunConfig, folder: Path, reference: Reference) -> None:
+    arrival = arrival_of(outcome.point, outcome.seed)
     with Store(folder) as store:
+        front = refused_job(store, config) if outcome.point.startswith("claim") and arrival == 2 else None
         id_ = store.add_job(config)
         aside = store.add_job(config.model_copy(update={"name": "aside"}), draft=True)
-        fault = f"{outcome.point}:{outcome.kind}:{ARRIVALS.get(outcome.point, 1)}"
+        fault = f"{outcome.point}:{outcome.kind}:{arrival}"
         with _Supervised(folder, fault, outcome) as first:
             first.until(lambda: store.job(id_).final or not first.alive or store.job(id_).attempt > 1)
         outcome.struck = f"fault: {outcome.kind} at {outcome.point}" in _logs(folder)
@@ -195,7 +240,17 @@ def _strike_and_take_up(outcome: Outcome, *, config: RunConfig, folder: Path, re
                     outcome.violations.append(f"it ended {job.state} ({job.failure}; {job.remedy})")
                 store.enqueue(id_)
         outcome.attempts = store.job(id_).attempt
-        _check_the_end(store, id_, aside, reference, outcome)
+        others = {aside: "draft"} if front is None else {aside: "draft", front: "failed"}
+        _check_the_end(store, id_, others, reference, outcome)
+
+
+def refused_job(store: Store, config: RunConfig) -> int:
+    """A job that ends before torch is loaded: its data is not what was marked, and that is to be refused."""
+    output = config.output.model_copy(update={"if_changed": "refuse"})
+    changed = config.model_copy(update={"name": "in front", "output": output})
+    id_ = store.add_job(changed)
+    store.freeze(id_, config=changed, marks={"data": {"other.jsonl": "1 2"}})
+    return id_
 
 
 class _Supervised:
@@ -259,6 +314,10 @@ def _check_after_the_fault(store: Store, id_: int, outcome: Outcome) -> None:
         outcome.violations.append(f"it ended {job.state} without a cause and a remedy")
     if outcome.kind in ("enospc", "edquot") and job.final and job.state not in ("paused", "succeeded"):
         outcome.violations.append(f"a full disk left it {job.state}, not paused")
+    said = [event.message for event in store.events(id_) if event.kind == "queued"]
+    waits = outcome.point == "claim: before the spawn" and outcome.kind in ("enospc", "edquot", "emfile")
+    if waits and (len(said) != 1 or not said[0].startswith("The queue waits")):
+        outcome.violations.append(f"why no trainer was started is told in {said}")
     try:
         found = checkpoint.newest(job.checkpoints)
     except VramfitError as error:
@@ -270,12 +329,13 @@ def _check_after_the_fault(store: Store, id_: int, outcome: Outcome) -> None:
         outcome.violations += [f"damaged: {name}" for name in found.damaged]
 
 
-def _check_the_end(store: Store, id_: int, aside: int, reference: Reference, outcome: Outcome) -> None:
+def _check_the_end(store: Store, id_: int, others: dict[int, str], reference: Reference, outcome: Outcome) -> None:
+    """`others` are the states in which the other jobs have to be."""
     job, wrong = store.job(id_), outcome.violations
     if job.state != "succeeded":
         wrong.append(f"it never succeeded: {job.state}, {job.failure}")
     states = {each.id: each.state for each in store.jobs()}
-    if states != {id_: job.state, aside: "draft"}:
+    if states != {id_: job.state, **others}:
         wrong.append(f"the jobs are {states}")
     if store.series(id_).columns["step"] != list(range(1, STEPS + 1)):
         wrong.append(f"the steps on record are {store.series(id_).columns['step']}")
@@ -291,7 +351,7 @@ def _check_the_end(store: Store, id_: int, aside: int, reference: Reference, out
     stray += [path.name for path in checkpoint.leftovers(job.checkpoints)]
     if stray:
         wrong.append(f"left behind: {stray}")
-    if len(list((store.data_dir / "runs").iterdir())) != 2:
+    if len(list((store.data_dir / "runs").iterdir())) != len(states):
         wrong.append("there is not one folder for each job")
     with suppress(AssertionError):
         _wait_until_gone(store.data_dir)

@@ -1,6 +1,6 @@
 """Every named point x kind of fault: the run comes through with the numbers of an undisturbed one, and nothing is left.
 
-The pairs are gone through two at a time. VRAMFIT_ALL_FAULTS=1 tries every pair of point and kind.
+They are gone through two at a time. VRAMFIT_ALL_FAULTS=1 tries every point, kind and seed.
 """
 
 from __future__ import annotations
@@ -11,42 +11,62 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from tests.faults.scenario import ALL, CHOSEN, Outcome, config_of, go_through, make_model, make_rows, undisturbed
+from tests.faults.scenario import (
+    ALL,
+    CHOSEN,
+    REACHED,
+    SEEDS,
+    Fault,
+    Outcome,
+    arrival_of,
+    config_of,
+    go_through,
+    make_model,
+    make_rows,
+    undisturbed,
+)
 from vramfit.faults import KINDS, POINTS, VARIABLE, parse, reach
 
-PAIRS = ALL if os.environ.get("VRAMFIT_ALL_FAULTS") else CHOSEN
+FAULTS = ALL if os.environ.get("VRAMFIT_ALL_FAULTS") else CHOSEN
 AT_ONCE = 2
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="a process cannot kill itself without a trace on Windows")
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Future[Outcome]]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Fault, Future[Outcome]]]:
     """All scenarios, begun; each test waits for its own."""
     folder = tmp_path_factory.mktemp("faults")
     config = config_of(make_model(folder / "model", folder / "cache"), make_rows(folder / "rows.jsonl"))
     reference = undisturbed(config, folder / "undisturbed")
     with ThreadPoolExecutor(AT_ONCE) as pool:
         yield {
-            (point, kind): pool.submit(
-                go_through, point, kind, config=config, folder=folder / f"{number}", reference=reference
-            )
-            for number, (point, kind) in enumerate(PAIRS)
+            fault: pool.submit(go_through, *fault, config=config, folder=folder / f"{number}", reference=reference)
+            for number, fault in enumerate(FAULTS)
         }
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize(("point", "kind"), PAIRS)
-def test_the_run_comes_through(outcomes: dict[tuple[str, str], Future[Outcome]], point: str, kind: str) -> None:
-    outcome = outcomes[point, kind].result()
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: "-".join(map(str, fault)))
+def test_the_run_comes_through(outcomes: dict[Fault, Future[Outcome]], fault: Fault) -> None:
+    outcome = outcomes[fault].result()
     assert outcome.violations == [], outcome
     assert outcome.struck
 
 
-def test_each_point_and_each_kind_is_among_the_chosen() -> None:
-    assert {point for point, _ in CHOSEN} == set(POINTS)
-    assert {kind for _, kind in CHOSEN} == set(KINDS)
-    assert set(CHOSEN) <= set(ALL)
+def test_each_point_each_kind_and_each_seed_is_among_the_chosen() -> None:
+    assert {point for point, _, _ in CHOSEN} == set(POINTS)
+    assert {kind for _, kind, _ in CHOSEN} == set(KINDS)
+    assert {seed for _, _, seed in CHOSEN} == set(range(SEEDS))
+    assert len({(point, kind) for point, kind, _ in ALL}) == len(POINTS) * len(KINDS)
+
+
+def test_seeds_strike_at_different_arrivals_always_the_same_ones() -> None:
+    for point in POINTS:
+        drawn = [arrival_of(point, seed) for seed in range(REACHED[point])]
+        assert sorted(drawn) == list(range(1, REACHED[point] + 1))
+        assert arrival_of(point, REACHED[point]) is None
+        assert drawn == [arrival_of(point, seed) for seed in range(REACHED[point])]
 
 
 def test_without_the_variable_a_point_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from jobs import processes
+from jobs.device_watch import Found
 from jobs.job import Job
 from jobs.store import Store
 from jobs.supervisor import Patience, Supervisor
@@ -46,7 +47,13 @@ class Driven:
     def __init__(self, store: Store, patience: Patience) -> None:
         self.store, self.now = store, 0.0
         self.devices: tuple[str, ...] = ("cpu",)
-        self.supervisor = Supervisor(store, command=stand_in_command, patience=patience, devices=lambda: self.devices)
+        self.silent_since: float | None = None
+        self.supervisor = Supervisor(
+            store,
+            command=stand_in_command,
+            patience=patience,
+            devices=lambda: Found(self.devices, self.silent_since),
+        )
         assert self.supervisor.start()
 
     def until(self, reached: Callable[[], bool], *, seconds: float = 20.0) -> None:

@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 
 from jobs.alert import LONGEST_TEXT, MOST_TRIES, kind_of, wait_s
+from jobs.attempt import explain
+from jobs.death import cause_of
 from jobs.job import Job
 from jobs.store import Store
 from tests.jobs.test_store import running
-from vramfit.errors import JobError
+from vramfit.errors import JobError, WontFit
+from vramfit.sentences import Sentence, joined, say
+from vramfit.speech import CHINESE
 from vramfit.training import health
 from vramfit.training.health import UNHEALTHY
 from vramfit.training.metrics import Event
@@ -71,6 +75,61 @@ def test_a_text_for_people_is_cut_where_a_chat_would_refuse_it_and_the_cause_is_
     (found,) = store.alerts()
     assert len(found.body["content"]) == LONGEST_TEXT + 1
     assert found.body["failure"] == "why " * 1000
+
+
+def test_causes_and_remedies_are_told_in_the_language_of_the_address(store: Store) -> None:
+    store.set_webhook(HOOK, language="zh")
+    job = running(store)
+    death = cause_of(code=-9, kills_before=0, kills_now=1, other_boot=False)
+    cause = joined(death.cause, say("stays.no_step"))
+    end(store, job, "interrupted", failure=cause, remedy=joined(death.remedy, say("next.again.log")))
+    body = store.alerts()[0].body
+    assert body["failure"] == cause, "a program reads the same in every language"
+    assert body["text"] == (
+        f"训练 {job.id}（{job.name}）中断：机器的内存用尽，系统结束了训练进程（SIGKILL）。"
+        "它不会自动继续，因为一步也没有完成。"
+        "请关闭其他程序，或减小微批或最大长度。请重新开始；日志里有详情。"
+    )
+    kept = store.job(job.id)
+    assert CHINESE.said(kept.failure or "") + CHINESE.said(kept.remedy or "") == body["text"].partition("：")[2]
+    store.set_webhook(HOOK, language="en")
+    end(store, job := running(store), "failed", failure=cause, remedy="Look at it.")
+    assert store.alerts()[0].body["text"] == f"Run {job.id} ({job.name}) failed: {cause} Look at it."
+
+
+def test_what_an_address_in_chinese_gets_of_a_refusal_is_chinese_and_a_text_without_a_name_stays(store: Store) -> None:
+    store.set_webhook(HOOK, language="zh")
+    wont = say("wont.disk", what=say("wont.disk.result"), model="M", method="lora", needed="9 GiB", free="1 GiB")
+    error = WontFit(wont, needed_bytes=9, available_bytes=1, suggestions=(say("help.space"), "Or wait."))
+    failure = explain(error)
+    end(store, running(store), "failed", failure=failure.what, remedy=failure.remedy)
+    said = store.alerts()[0].body["text"].partition("：")[2]
+    assert (
+        said
+        == "M 用 lora 训练时，检查点和结果需要磁盘 9 GiB，而空闲 1 GiB。"
+        + "请腾出一些空间，或把数据文件夹放到另一个磁盘。Or wait."
+    )
+    assert failure.what == f"{wont}."
+
+
+def test_what_is_not_well_is_told_in_the_language_of_the_address(store: Store) -> None:
+    store.set_webhook(HOOK, language="zh")
+    job = running(store)
+    rows = say("rows.more", names="1, 2", more="7")
+    message = say("health.refused", problem=say("health.refused.gradient"), rows=rows)
+    store.record(job.id, attempt=job.attempt, events=[event("not-finite", message=message)])
+    body = store.alerts()[0].body
+    assert body["text"].endswith("：梯度不是有限的数，这一步没有采用（数据第 1, 2 行和另外 7 行）。")
+    assert body["message"] == store.events(job.id)[0].message
+    assert body["message"] == "The gradient is not finite, so the step was refused (rows 1, 2 and 7 more of the data)."
+
+
+def test_a_text_that_another_version_wrote_over_is_told_as_it_is(store: Store) -> None:
+    end(store, job := running(store), "failed", failure=say("death.never"))
+    assert isinstance(store.job(job.id).failure, Sentence)
+    store._db.execute("UPDATE jobs SET failure = 'Something else.'")
+    assert store.job(job.id).failure == "Something else."
+    assert not isinstance(store.job(job.id).failure, Sentence)
 
 
 def test_a_change_that_is_refused_makes_no_alert(store: Store) -> None:

@@ -49,7 +49,7 @@ class OutOfMemoryError(RuntimeError):
         (OSError(errno.ENOSPC, "No space left on device", "/x/y"), "The disk is full: /x/y.", 2),
         (
             OSError(errno.EMFILE, "Too many open files"),
-            "No further file could be opened (Too many open files: a file).",
+            "No further file could be opened (Too many open files).",
             2,
         ),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,14 @@ import pytest
 
 from jobs import processes
 from jobs.beside import left_beside
-from jobs.device_watch import FRESH_S, DeviceWatch
+from jobs.device_watch import FRESH_S, DeviceWatch, Found
 from jobs.store import SUPERVISOR_LEASE, Store
 from tests.jobs.test_supervisor import HASTY
+from ui.runs import runs_view
+from ui.texts import texts_of
 from vramfit.config import RunConfig
 from vramfit.hardware.catalogue import machine_with
-from vramfit.hardware.devices import Device
+from vramfit.hardware.devices import Device, probe
 from vramfit.units import GIB
 
 CARDS = ("cuda:0", "cuda:1", "cpu")
@@ -143,15 +146,63 @@ def test_ram_of_a_run_beside_is_left_to_it(store: Store) -> None:
 def test_devices_are_looked_for_behind_and_again_after_a_while(tmp_path: Path, eventually: Callable[..., None]) -> None:
     now = [0.0]
     watch = DeviceWatch(tmp_path, clock=lambda: now[0])
-    assert watch.names() == ()
-    eventually(lambda: watch.names() != ())
-    assert watch.names()[-1] == "cpu"
+    assert watch.found() == ((), None)
+    eventually(lambda: watch.found().names != ())
+    assert watch.found().names[-1] == "cpu"
     first = watch._thread
-    watch.names()
+    watch.found()
     assert watch._thread is first
     now[0] = FRESH_S + 1
-    watch.names()
+    watch.found()
     assert watch._thread is not first
+
+
+def test_a_driver_that_is_silent_holds_up_what_needs_a_card_and_nothing_else(
+    store: Store, drive: Callable[..., Any], eventually: Callable[..., None]
+) -> None:
+    auto, named, cpu = add(store, "auto", steps=3), add(store, "cuda:0", steps=3), add(store, "cpu", steps=3)
+    driven = drive(HASTY)
+    driven.silent_since = 1_000_000.0
+    assert driven.until_over(cpu).state == "succeeded"
+    driven.devices = CARDS
+    driven.supervisor.step(driven.now)
+    assert [store.job(id_).state for id_ in (auto, named)] == ["queued"] * 2
+    assert (store.devices, store.driver_silent_since) == (CARDS, 1_000_000.0)
+    for language, words in (("en", "has not answered since"), ("zh", "没有回应")):
+        texts = texts_of(language)
+        shown = runs_view(store, texts)
+        assert words in shown["silent"] and "1970-01-1" in shown["silent"]
+        assert [run["waits"] for run in shown["runs"][:2]] == [shown["silent"]] * 2
+    driven.silent_since = None
+    driven.until_over(auto)
+    driven.until_over(named)
+    assert store.driver_silent_since is None
+    assert runs_view(store, texts_of("en"))["silent"] == ""
+
+
+def test_a_driver_that_falls_silent_keeps_its_cards_names_and_the_time_it_was_first_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Callable[..., None]
+) -> None:
+    whole = probe(tmp_path)
+    whole = replace(whole, devices=(machine_with("RTX 4090").devices[0], whole.devices[-1]))
+    now, machine = [0.0], [whole]
+    monkeypatch.setattr("jobs.device_watch.probe", lambda folder: machine[0])
+    watch = DeviceWatch(tmp_path, clock=lambda: now[0])
+    watch.found()
+    eventually(lambda: watch.found() == Found(("cuda:0", "cpu")))
+    began = time.time()
+    for _ in range(2):
+        machine[0] = replace(machine[0], devices=machine[0].devices[-1:], silent=True)
+        now[0] += FRESH_S + 1
+        watch.found()
+        watch._thread.join()
+    names, since = watch.found()
+    assert names == ("cuda:0", "cpu")
+    assert since is not None and began <= since < began + FRESH_S
+    machine[0], now[0] = whole, now[0] + FRESH_S + 1
+    watch.found()
+    watch._thread.join()
+    assert watch.found() == Found(("cuda:0", "cpu"))
 
 
 def test_a_job_does_not_start_again_before_its_last_trainer_has_left(store: Store, drive: Callable[..., Any]) -> None:

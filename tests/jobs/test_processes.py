@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -143,3 +145,19 @@ def test_the_killer_s_strikes_are_counted_in_the_process_s_own_control_group(tmp
     assert processes.out_of_memory_kills(found) == 3
     assert processes.memory_events(8, root=tmp_path) is None
     assert processes.out_of_memory_kills(tmp_path / "gone") is None
+
+
+def test_a_process_that_outlives_its_handle_is_no_warning_and_is_collected(tmp_path: Path) -> None:
+    process = processes.spawn(SLEEP, log=tmp_path / "log")
+    pid = process.pid
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        del process
+        gc.collect()
+    assert told == []
+    psutil.Process(pid).kill()
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(pid) and time.monotonic() < deadline:
+        subprocess._cleanup()
+        time.sleep(0.01)
+    assert not psutil.pid_exists(pid)

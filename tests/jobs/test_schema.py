@@ -26,6 +26,7 @@ RELEASED = {
     "0008_frozen": "9aefc7",
     "0009_devices": "c635cc",
     "0010_waiting": "5ff341",
+    "0011_said": "f402dd",
 }
 
 

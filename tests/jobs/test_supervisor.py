@@ -17,7 +17,7 @@ import pytest
 
 from jobs import processes, schema
 from jobs.store import SUPERVISOR_LEASE, Store
-from jobs.supervisor import LEASE_STALE_S, Patience, Supervisor, ensure_running, holder_alive
+from jobs.supervisor import LEASE_STALE_S, Patience, Supervisor, can_start, ensure_running, holder_alive
 from vramfit.config import OutputChoice, RunConfig
 from vramfit.errors import JobError
 
@@ -113,11 +113,9 @@ def test_a_job_whose_folder_was_deleted_while_it_waited_runs(store: Store, drive
 @pytest.mark.parametrize(
     ("code", "state", "hint"),
     [
-        (errno.ENOSPC, "paused", "Free some room."),
         (errno.EROFS, "paused", "mount it for writing."),
         (errno.EACCES, "paused", "Give the folder back its right to be written to."),
-        (errno.EMFILE, "paused", "Raise the limit of open files (ulimit -n), or close other programs."),
-        (errno.ENOMEM, "failed", ""),
+        (errno.ENOEXEC, "failed", ""),
     ],
 )
 def test_a_trainer_that_cannot_be_started_leaves_the_job_where_it_can_go_on(
@@ -139,6 +137,117 @@ def test_a_trainer_that_cannot_be_started_leaves_the_job_where_it_can_go_on(
     store.enqueue(id_)
     driven.until_over(id_)
     assert store.job(id_).state == "succeeded"
+
+
+@pytest.mark.parametrize(
+    ("code", "hint"),
+    [
+        (errno.ENOSPC, "Free some room."),
+        (errno.EDQUOT, "Free some room."),
+        (errno.EMFILE, "Raise the limit of open files (ulimit -n), or close other programs."),
+        (errno.ENFILE, "Raise the limit of open files (ulimit -n), or close other programs."),
+        (errno.EAGAIN, "Close other programs."),
+        (errno.ENOMEM, "Close other programs."),
+    ],
+    ids=lambda value: errno.errorcode[value] if isinstance(value, int) else "",
+)
+def test_where_no_trainer_can_be_started_the_queue_waits_and_says_so_once(
+    store: Store, drive: Callable[..., object], monkeypatch: pytest.MonkeyPatch, code: int, hint: str
+) -> None:
+    ids = [add(store, steps=2) for _ in range(3)]
+    driven = drive()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(processes, "spawn", refuse)
+    for now in range(50):  # it is tried again a few times
+        driven.supervisor.step(float(now))
+    assert [store.job(id_).state for id_ in ids] == ["queued"] * 3
+    assert store.queue() == ids
+    assert [store.job(id_).attempt for id_ in ids] == [4, 0, 0], "the others are not tried in their turn"
+    why = store.queue_waits
+    assert why is not None and os.strerror(code) in why and hint in why
+    assert told(store, ids[0], "queued") == [why]
+    (alert,) = store.alerts()
+    assert (alert.kind, alert.job, alert.body["message"]) == ("held", ids[0], why)
+    assert not store.retire(SUPERVISOR_LEASE, owner=processes.own_identity()), "it stays for when there is room"
+
+
+def test_a_queue_that_waited_for_room_goes_on_by_itself_under_another_supervisor_too(
+    store: Store, drive: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [add(store, steps=2) for _ in range(2)]
+    driven = drive()
+    monkeypatch.setattr("jobs.supervisor.START_BYTES", 2**60)
+    driven.supervisor.step(0.0)
+    assert "of its disk are free" in (store.queue_waits or "")
+    driven.supervisor.stop()
+    again = drive()
+    for now in range(20):
+        again.supervisor.step(float(now))
+    assert store.job(ids[0]).attempt == 1, "with less room than a start takes none is tried"
+    monkeypatch.undo()
+    again.now = 20.0
+    again.until_over(ids[1])
+    assert [store.job(id_).state for id_ in ids] == ["succeeded"] * 2
+    assert store.queue_waits is None and not store.queue_held
+
+
+def test_a_queue_that_waits_is_tried_at_once_when_a_person_lets_it_go_and_a_hold_of_theirs_stays(
+    store: Store, drive: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    id_ = add(store, steps=2)
+    driven = drive()
+    monkeypatch.setattr("jobs.supervisor.START_BYTES", 2**60)
+    driven.supervisor.step(0.0)
+    assert store.queue_waits is not None
+    store.hold_queue(True)
+    assert store.queue_waits is None
+    monkeypatch.undo()
+    driven.supervisor.step(20.0)
+    assert store.queue_held and store.job(id_).state == "queued"
+    store.hold_queue(False)
+    driven.now = 20.1
+    assert driven.until_over(id_).state == "succeeded"
+
+
+def test_a_stop_that_comes_while_the_trainer_cannot_be_started_is_heard(
+    store: Store, drive: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped, paused = add(store), add(store)
+    driven = drive()
+    asked = {stopped: store.request_stop, paused: store.request_pause}
+
+    def refuse(*_: object, log: Path, **__: object) -> None:
+        id_ = next(id_ for id_ in asked if store.job(id_).log == log)
+        asked[id_](id_)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(processes, "spawn", refuse)
+    for now in range(3):
+        driven.supervisor.step(float(now))
+    assert [store.job(id_).state for id_ in (stopped, paused)] == ["cancelled", "paused"]
+
+
+def test_what_is_tried_before_a_start_leaves_nothing_behind(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sorted(store.data_dir.iterdir()), len(psutil.Process().open_files())
+    assert can_start(store.data_dir)
+    monkeypatch.setattr(os, "fsync", refused := Refused(errno.EDQUOT))
+    assert not can_start(store.data_dir)
+    assert refused.asked == 1
+    assert (sorted(store.data_dir.iterdir()), len(psutil.Process().open_files())) == before
+
+
+class Refused:
+    """A call that the system refuses."""
+
+    def __init__(self, code: int) -> None:
+        self.code, self.asked = code, 0
+
+    def __call__(self, *_: object) -> None:
+        self.asked += 1
+        raise OSError(self.code, os.strerror(self.code))
 
 
 def test_a_waiting_job_is_starting_after_one_round(store: Store, drive: Callable[..., object]) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from ui import texts
 from ui.form import GROUPS, field_specs
-from ui.texts import en, plan_zh, preferred, texts_of, zh
+from ui.texts import en, preferred, texts_of, zh
+from vramfit import sentences_zh
 from vramfit.config import RunConfig
 from vramfit.errors import WontFit
 from vramfit.hardware.catalogue import machine_with
@@ -18,7 +19,7 @@ from vramfit.models.catalogue import architecture_of
 from vramfit.planning.abilities import DESIGNED, FEATURES
 from vramfit.planning.plan import MEMORY_KINDS, Workload
 from vramfit.planning.planner import forecast_run
-from vramfit.sentences import ENGLISH
+from vramfit.sentences import ENGLISH, PHASES, WAYS
 
 UI = Path(texts.__file__).parent.parent
 
@@ -36,12 +37,14 @@ def test_placeholders_agree() -> None:
     assert wrong == []
 
 
-def test_every_sentence_of_the_planner_is_said_in_chinese_with_its_numbers() -> None:
+def test_every_sentence_of_plans_and_ends_is_said_in_chinese_with_its_numbers() -> None:
     def names(text: str) -> set[str]:
         return {name for _, name, _, _ in string.Formatter().parse(text) if name}
 
-    assert plan_zh.SENTENCES.keys() == ENGLISH.keys()
-    assert [key for key, text in ENGLISH.items() if names(text) != names(plan_zh.SENTENCES[key])] == []
+    assert sentences_zh.SENTENCES.keys() == ENGLISH.keys()
+    assert sentences_zh.PHASES.keys() == PHASES.keys()
+    assert sentences_zh.WAYS.keys() == WAYS.keys()
+    assert [key for key, text in ENGLISH.items() if names(text) != names(sentences_zh.SENTENCES[key])] == []
 
 
 def test_a_plan_s_reasons_are_chinese_in_chinese() -> None:
@@ -60,11 +63,11 @@ def test_a_plan_s_reasons_are_chinese_in_chinese() -> None:
     assert all(re.search("[\u4e00-\u9fff]", chinese.said(text)) for text in said)
     lacking = {what for other in forecast.alternatives for what in other.needs}
     assert lacking
-    assert lacking <= plan_zh.LACKING.keys()
+    assert lacking <= sentences_zh.LACKING.keys()
 
 
 def test_all_that_an_engine_may_lack_has_chinese_words() -> None:
-    assert set(FEATURES.values()) <= plan_zh.LACKING.keys()
+    assert set(FEATURES.values()) <= sentences_zh.LACKING.keys()
 
 
 def test_every_setting_choice_group_and_memory_kind_has_words() -> None:

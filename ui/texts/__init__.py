@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from ui.texts import en, zh
-from vramfit.sentences import Sentence, Value
+from vramfit.speech import Speech, speech_of
 
 LANGUAGES: Final = {"en": en, "zh": zh}
-_OF_BLOCK: Final = " of block "
-"""Between a phase and the block it is about, in the planner's names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
     """One language. `fields` maps a setting's dotted path to (label, help); `values` names the choices of a setting.
-    `sentences` are the planner's by name, `lacking` what a version lacks."""
+    `speech` says what the planner and ended runs have to say."""
 
     language: str
     fields: dict[str, tuple[str, str]]
     values: dict[str, str]
     groups: dict[str, str]
     words: dict[str, str]
-    sentences: Mapping[str, str]
-    lacking: Mapping[str, str]
+    speech: Speech
 
     def __getitem__(self, key: str) -> str:
         return self.words[key]
@@ -41,43 +38,29 @@ class Texts:
         return self.values.get(f"{path}={value}", self.values.get(value, value))
 
     def said(self, text: str) -> str:
-        """A sentence of the planner in this language; any other text as it is."""
-        if not isinstance(text, Sentence) or text.key not in self.sentences:
-            return text
-        return self.sentences[text.key].format(**{name: self._value(name, of) for name, of in text.values.items()})
+        """A sentence of the planner, or of how a run ended, in this language; any other text as it is."""
+        return self.speech.said(text)
 
     def lacks(self, needs: Iterable[str]) -> str:
         """What a version lacks, as a list in words."""
-        return self["list.comma"].join(self.lacking.get(what, what) for what in needs)
+        return self.speech.lacks(needs)
 
     def phase(self, name: str) -> str:
         """A phase of a step; those of backward carry their block's number, from 1."""
-        start, _, block = name.partition(_OF_BLOCK)
-        if block:
-            return self["phase.block"].format(phase=self.phase(start), number=block)
-        return self.words.get(f"phase.{name}", name)
-
-    def _value(self, name: str, value: Value) -> str | int:
-        if isinstance(value, tuple):
-            return self.lacks(value)
-        if name == "phase":
-            return self.phase(str(value))
-        if name == "way":
-            return self.words.get(f"way.{value}", str(value))
-        return self.said(value) if isinstance(value, str) else value
+        return self.speech.phase(name)
 
 
 def texts_of(language: str) -> Texts:
     """The texts of "en" or "zh"; English for any other."""
     module = LANGUAGES.get(language, en)
+    speech = speech_of(module.LANGUAGE)
     return Texts(
         language=module.LANGUAGE,
         fields=module.FIELDS,
         values=module.VALUES,
         groups=module.GROUPS,
-        words=module.WORDS,
-        sentences=module.SENTENCES,
-        lacking=module.LACKING,
+        words={**module.WORDS, **{f"way.{name}": word for name, word in speech.ways.items()}},
+        speech=speech,
     )
 
 

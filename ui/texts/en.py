@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from vramfit.sentences import ENGLISH
-
 LANGUAGE = "en"
-
-SENTENCES = ENGLISH
-
-LACKING: dict[str, str] = {}  # said in English already
 
 FIELDS: dict[str, tuple[str, str]] = {
     "name": ("Name", "What this run is called in the list. May stay empty."),
@@ -310,15 +304,6 @@ WORDS: dict[str, str] = {
     "limit.device memory": "card memory",
     "limit.RAM": "RAM",
     "limit.disk": "free disk",
-    "way.on the device": "on the card",
-    "way.on the device.cpu": "in RAM",
-    "way.8-bit optimizer": "8-bit optimizer",
-    "way.block inputs in RAM": "block inputs in RAM",
-    "way.optimizer in RAM": "optimizer in RAM",
-    "way.shared by the cards (DDP)": "shared by the cards (DDP)",
-    "way.split among the cards (FSDP)": "split among the cards (FSDP)",
-    "way.streaming from RAM": "streaming from RAM",
-    "way.streaming from disk": "streaming from disk",
     "estimate.needs": "Not in this version: {what}.",
     "estimate.others": "Other ways",
     "check.button": "Check precisely",
@@ -392,15 +377,6 @@ WORDS: dict[str, str] = {
     "estimate.unavailable": "No estimate",
     "estimate.plan_only": "{name} is not in this machine, so Start is off. Download the config and run it there.",
     "estimate.on": "on {name}",
-    "phase.load": "loading",
-    "phase.forward": "forward",
-    "phase.loss": "loss",
-    "phase.backward": "backward",
-    "phase.block": "{phase} of block {number}",
-    "phase.embedding": "backward of the embedding",
-    "phase.step": "optimizer step",
-    "phase.evaluation": "evaluation",
-    "phase.calibration": "comparison with fp32",
     "part.weights": "Weights",
     "part.adapters": "Adapters",
     "part.gradients": "Gradients",
@@ -525,6 +501,9 @@ WORDS: dict[str, str] = {
     "runs.hold": "Hold the queue",
     "runs.release": "Let the queue go on",
     "runs.held": "The queue is held: nothing starts until you let it go on.",
+    "runs.silent": "The card's driver has not answered since {time}: what needs a card waits, runs on the CPU go on. "
+    "Ask the card's own tool (nvidia-smi), and restart the machine if that hangs as well. It is asked again every "
+    "minute.",
     "runs.device": "{device}: {what}",
     "runs.device.auto": "auto",
     "runs.device.runs": "run {id}",
@@ -556,6 +535,7 @@ WORDS: dict[str, str] = {
     "alerts.failed": "Run {id} ({name}) failed",
     "alerts.interrupted": "Run {id} ({name}) was interrupted",
     "alerts.unhealthy": "Run {id} ({name}) is not well",
+    "alerts.held": "Run {id} ({name}) could not be started",
     "alerts.waits": "Alert not delivered yet, try {tries} of {most}: {alert}. {error}",
     "alerts.given_up": "Alert given up after {tries} tries: {alert}. {error} Saving the address again clears this.",
     "plan.memory_budget": "Memory budget",

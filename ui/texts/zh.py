@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from ui.texts.plan_zh import LACKING, SENTENCES
-
-__all__ = ["FIELDS", "GROUPS", "LACKING", "LANGUAGE", "SENTENCES", "VALUES", "WORDS"]
-
 LANGUAGE = "zh"
 
 FIELDS: dict[str, tuple[str, str]] = {
@@ -295,15 +291,6 @@ WORDS: dict[str, str] = {
     "limit.device memory": "显存",
     "limit.RAM": "内存",
     "limit.disk": "磁盘空间",
-    "way.on the device": "全部在显卡上",
-    "way.on the device.cpu": "在内存里",
-    "way.8-bit optimizer": "8 位优化器",
-    "way.block inputs in RAM": "块的输入放内存",
-    "way.optimizer in RAM": "优化器放内存",
-    "way.shared by the cards (DDP)": "多卡并行（DDP）",
-    "way.split among the cards (FSDP)": "多卡分片（FSDP）",
-    "way.streaming from RAM": "从内存流式读取",
-    "way.streaming from disk": "从磁盘流式读取",
     "estimate.needs": "本版本还没有：{what}。",
     "estimate.others": "其他办法",
     "check.button": "精确检查",
@@ -374,15 +361,6 @@ WORDS: dict[str, str] = {
     "estimate.unavailable": "没有预估",
     "estimate.plan_only": "这是为 {name} 做的规划，本机没有它，所以不能开始。请下载配置，到那台机器上运行。",
     "estimate.on": "在 {name} 上",
-    "phase.load": "加载",
-    "phase.forward": "前向",
-    "phase.loss": "损失",
-    "phase.backward": "反向",
-    "phase.block": "第 {number} 层的{phase}",
-    "phase.embedding": "词嵌入的反向",
-    "phase.step": "优化器更新",
-    "phase.evaluation": "测试",
-    "phase.calibration": "与 fp32 比较",
     "part.weights": "权重",
     "part.adapters": "适配器",
     "part.gradients": "梯度",
@@ -507,6 +485,8 @@ WORDS: dict[str, str] = {
     "runs.hold": "暂停队列",
     "runs.release": "恢复队列",
     "runs.held": "队列已暂停：恢复之前不会开始新的训练。",
+    "runs.silent": "显卡驱动自 {time} 起没有回应：需要显卡的训练在等待，用 CPU 的照常进行。"
+    "请运行显卡自带的工具（nvidia-smi），如果它也没有反应就重启机器。每分钟会再询问一次。",
     "runs.device": "{device}：{what}",
     "runs.device.auto": "自动",
     "runs.device.runs": "训练 {id}",
@@ -537,6 +517,7 @@ WORDS: dict[str, str] = {
     "alerts.failed": "训练 {id}（{name}）失败",
     "alerts.interrupted": "训练 {id}（{name}）被中断",
     "alerts.unhealthy": "训练 {id}（{name}）状态异常",
+    "alerts.held": "训练 {id}（{name}）无法启动",
     "alerts.waits": "提醒尚未送达，第 {tries} 次尝试（共 {most} 次）：{alert}。{error}",
     "alerts.given_up": "提醒在 {tries} 次尝试后放弃：{alert}。{error} 重新保存地址即可清除此条。",
     "plan.memory_budget": "显存预算",

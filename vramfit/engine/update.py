@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vramfit.engine.precision import COLLAPSED_LOSS_SCALE
+from vramfit.sentences import say
 
 Around: TypeAlias = Callable[[Sequence[Tensor]], contextlib.AbstractContextManager[None]]
 """(losses of the step, all of them) -> what goes around the step's last backward."""
@@ -144,9 +145,9 @@ def fetch(losses: Sequence[Tensor], norm: Tensor) -> tuple[float, float]:
 def problem_of(loss_sum: float, grad_norm: float, scale: float | None) -> str:
     """What was wrong with a step, as one sentence; "" when nothing was. `scale` is fp16's after the step."""
     if not math.isfinite(loss_sum):
-        return "The loss is not a finite number, so the step was refused"
+        return say("health.refused.loss")
     if scale is not None and scale < COLLAPSED_LOSS_SCALE:
-        return f"fp16's loss scale has fallen to {scale:g}, below {COLLAPSED_LOSS_SCALE:g}: the gradients stay infinite"
+        return say("health.refused.scale", scale=f"{scale:g}", least=f"{COLLAPSED_LOSS_SCALE:g}")
     if not math.isfinite(grad_norm) and scale is None:
-        return "The gradient is not finite, so the step was refused"
+        return say("health.refused.gradient")
     return ""

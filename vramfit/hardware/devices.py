@@ -1,11 +1,13 @@
 """What machine is this: cards, RAM, disk. Nothing here imports torch; the panel calls it.
 
-NVIDIA cards are asked through their driver's library (NVML). Other cards are only known to torch, which a child process
-asks, and only when the installed torch is built for them. The CPU is always there.
+NVIDIA cards are asked through their driver's library (NVML), other cards through torch, and only when the installed
+torch is built for them. A child process asks, with a time limit: drivers may hang, or end whoever asks them. The CPU is
+always there.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import json
@@ -14,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +28,11 @@ from vramfit.hardware.processor import this_processor
 
 DeviceKind = Literal["cuda", "rocm", "xpu", "mps", "cpu"]
 
-_CHILD_SECONDS = 40.0
+_DRIVER_SECONDS = 20.0
+_TORCH_SECONDS = 40.0
+_KILLED_SECONDS = 2.0
+_stuck: list[subprocess.Popen[str]] = []  # children inside a driver from which even KILL does not bring them back
+_stuck_lock = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +87,10 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Devices (best first; the CPU is always the last), RAM and the disk that holds the data folder, in bytes."""
+    """Devices (best first; the CPU is always the last), RAM and the disk that holds the data folder, in bytes.
+
+    `silent`: a driver gave no answer, so that cards may be there of which nothing is known.
+    """
 
     devices: tuple[Device, ...]
     ram_bytes: int
@@ -88,6 +98,7 @@ class Machine:
     disk_free_bytes: int
     cpu_cores: int
     notes: tuple[str, ...] = ()
+    silent: bool = False
 
     def device(self, name: str) -> Device:
         """The device called `name` ("auto": the first). Raises HardwareError, naming what there is."""
@@ -119,18 +130,24 @@ def probe(
     environment: Mapping[str, str] | None = None,
     build: TorchBuild | None = None,
 ) -> Machine:
-    """This machine: its cards (NVML, or torch in a child process), the CPU, RAM and the disk of `data_dir`.
+    """This machine: its cards (as a child process finds them), the CPU, RAM and the disk of `data_dir`.
 
     Rates are those measured here, where `data_dir` keeps a calibration, else the catalogue's.
-    Never raises for a card that does not answer: `notes` says so in full sentences. `nvml` (the module `pynvml` by
-    default), `environment` and `build` are what is asked, for tests.
+    Never raises for a card that does not answer, and waits for no driver for longer than _DRIVER_SECONDS (torch:
+    _TORCH_SECONDS): `notes` says so in full sentences. `nvml` (a module like `pynvml`, asked in this process),
+    `environment` and `build` are what is asked, for tests.
     """
     from vramfit.hardware.calibrate import with_measured_rates  # it builds on this module's types
 
     environment = os.environ if environment is None else environment
     build = torch_build() if build is None else build
     notes: list[str] = []
-    cards = _nvidia_cards(nvml, environment, notes)
+    silent = False
+    try:
+        cards = nvidia_cards(nvml, environment, notes) if nvml is not None else _cards_of_driver(environment, notes)
+    except _NoAnswer as error:
+        cards, silent = [], build is None or build.cuda is not None
+        notes.append(f"The NVIDIA driver {error}. {_SILENT}")
     if cards and build is not None and build.cuda is None:
         notes.append(
             f"{cards[0].name} is there, but the installed torch {build.version} is not built for NVIDIA cards, so "
@@ -138,7 +155,11 @@ def probe(
         )
         cards = []
     if not cards and _torch_may_know_cards(build):
-        cards = _cards_of_torch(notes)
+        try:
+            cards = [with_catalogue_rates(Device(**row)) for row in _answer("torch_devices", _TORCH_SECONDS)]
+        except _NoAnswer as error:
+            silent = True
+            notes.append(f"torch, asked for its cards, {error}. {_SILENT}")
     memory = psutil.virtual_memory()
     ram, free = _within_cgroup(memory.total, memory.available)
     cores = _cores(environment)
@@ -150,7 +171,64 @@ def probe(
         disk_free_bytes=shutil.disk_usage(_existing(data_dir)).free,
         cpu_cores=cores,
         notes=tuple(notes),
+        silent=silent,
     )
+
+
+class _NoAnswer(Exception):
+    """A child that was to ask a driver brought no answer; the text says what it did, behind a name for it."""
+
+
+_SILENT = (
+    "Runs use the CPU until it answers: ask the card's own tool (nvidia-smi), and restart the machine if that hangs"
+)
+
+
+def _answer(module: str, seconds: float, environment: Mapping[str, str] | None = None) -> Any:
+    """What python -m vramfit.hardware.MODULE prints as JSON on its last line. Raises _NoAnswer, in bounded time.
+
+    A child that KILL does not end (it waits inside the system) is left, and none is started while it is there.
+    """
+    with _stuck_lock:
+        _stuck[:] = [child for child in _stuck if child.poll() is None]
+        if _stuck:
+            raise _NoAnswer("has still not answered an earlier question")
+    command = [sys.executable, "-m", f"vramfit.hardware.{module}"]
+    variables = {**os.environ, **(environment or {}), "PYTHONUTF8": "1"}
+    try:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=Path(__file__).parent.parent.parent,
+            env=variables,
+            encoding="utf-8",
+        )
+    except OSError as error:
+        raise _NoAnswer(f"could not be asked ({error.strerror or error})") from error
+    try:
+        said, _ = child.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        _give_up(child)
+        raise _NoAnswer(f"did not answer within {seconds:.0f} s") from None
+    if child.returncode < 0:
+        raise _NoAnswer(f"ended the process that asked it (signal {-child.returncode})")
+    try:
+        return json.loads(said.strip().splitlines()[-1])
+    except (ValueError, IndexError):
+        raise _NoAnswer(f"could not be asked (exit code {child.returncode})") from None
+
+
+def _give_up(child: subprocess.Popen[str]) -> None:
+    child.kill()
+    try:
+        child.wait(_KILLED_SECONDS)
+    except subprocess.TimeoutExpired:
+        with _stuck_lock:
+            _stuck.append(child)
+    if child.stdout is not None:
+        child.stdout.close()
 
 
 def torch_build() -> TorchBuild | None:
@@ -180,9 +258,32 @@ def _best_first(cards: Sequence[Device]) -> list[Device]:
 # --- NVIDIA ----------------------------------------------------------------------------------------------------------
 
 
-def _nvidia_cards(nvml: Any, environment: Mapping[str, str], notes: list[str]) -> list[Device]:
+def _cards_of_driver(environment: Mapping[str, str], notes: list[str]) -> list[Device]:
+    """The cards as a child process finds them. Raises _NoAnswer. No child is started where there is no driver."""
+    if importlib.util.find_spec("pynvml") is None or not _driver_there():
+        return []
+    found = _answer("nvidia_cards", _DRIVER_SECONDS, environment)
+    notes += found["notes"]
+    return [Device(**row) for row in found["cards"]]
+
+
+def _driver_there() -> bool:
+    """Whether the driver's library is installed. Loading it asks the driver nothing."""
+    if sys.platform == "darwin":
+        return False
+    if sys.platform == "win32":
+        folders = (Path(os.environ.get("WINDIR", "C:/Windows"), "System32"),
+                   Path(os.environ.get("PROGRAMFILES", "C:/Program Files"), "NVIDIA Corporation", "NVSMI"))  # fmt: skip
+        return any((folder / "nvml.dll").is_file() for folder in folders)
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def nvidia_cards(nvml: Any, environment: Mapping[str, str], notes: list[str]) -> list[Device]:
     """Cards a CUDA program sees, called as torch calls them. One silent card does not hide the others."""
-    nvml = nvml if nvml is not None else _import_nvml()
     if nvml is None:
         return []
     try:
@@ -198,7 +299,8 @@ def _nvidia_cards(nvml: Any, environment: Mapping[str, str], notes: list[str]) -
     return [card for card in cards if card is not None]
 
 
-def _import_nvml() -> Any:
+def import_nvml() -> Any:
+    """The binding to the driver's library, None where it is not installed."""
     try:
         return importlib.import_module("pynvml")
     except ImportError:
@@ -359,28 +461,6 @@ def power_share(limit_watts: float, usual_watts: float) -> float:
 def _torch_may_know_cards(build: TorchBuild | None) -> bool:
     """Whether starting torch to ask can find anything: it costs seconds."""
     return build is not None and bool(build.hip or build.xpu or sys.platform == "darwin")
-
-
-def _cards_of_torch(notes: list[str]) -> list[Device]:
-    """Asks torch in a child process, which is stopped when a driver hangs."""
-    command = [sys.executable, "-m", "vramfit.hardware.torch_devices"]
-    try:
-        answer = subprocess.run(
-            command,
-            capture_output=True,
-            timeout=_CHILD_SECONDS,
-            check=True,
-            cwd=Path(__file__).parent.parent.parent,
-            encoding="utf-8",
-        )
-        rows = json.loads(answer.stdout.strip().splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        notes.append(f"torch did not list its cards within {_CHILD_SECONDS:.0f} s; runs use the CPU.")
-        return []
-    except (subprocess.CalledProcessError, OSError, ValueError, IndexError) as error:
-        notes.append(f"torch could not list its cards ({type(error).__name__}); runs use the CPU.")
-        return []
-    return [with_catalogue_rates(Device(**row)) for row in rows]
 
 
 # --- the machine itself ----------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import psutil
 
-from vramfit.hardware.devices import Device, _ask, _import_nvml
+from vramfit.hardware.devices import Device, _ask, import_nvml
 from vramfit.training.metrics import Telemetry
 
 _HOT: Final = 0x20 | 0x40
@@ -22,7 +22,7 @@ class Sampler:
         self._handle: Any = None
         self._process: psutil.Process | None = None
         if device.kind == "cuda":
-            self._open(device.identity, nvml if nvml is not None else _import_nvml())
+            self._open(device.identity, nvml if nvml is not None else import_nvml())
 
     def _open(self, identity: str, nvml: Any) -> None:
         """By UUID, which no visibility mask changes."""

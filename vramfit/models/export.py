@@ -20,6 +20,7 @@ from vramfit.errors import ModelError, OutOfDisk, Unwritable
 from vramfit.faults import reach
 from vramfit.models.export_parts import Part, bytes_of, write_parts
 from vramfit.places import UNWRITABLE, cure_of
+from vramfit.sentences import say
 from vramfit.units import format_bytes
 
 ExportKind = Literal["adapter", "merged", "model"]
@@ -73,14 +74,12 @@ def export_run(
         shutil.rmtree(partial, ignore_errors=True)
         if _is_disk_full(error):
             raise OutOfDisk(
-                f"The disk filled up while the result of {format_bytes(needed)} was written to {folder}",
-                "Free some space and resume the run: its checkpoints are kept.",
+                say("export.full", size=format_bytes(needed), folder=str(folder)), say("cure.room.run")
             ) from error
         cause = _forbidden(error)
         if cause is not None:
             raise Unwritable(
-                f"The result could not be written to {folder}: {cause.strerror}",
-                f"{cure_of(cause)}, then resume the run: its checkpoints are kept.",
+                say("export.refused", folder=str(folder), reason=str(cause.strerror)), cure_of(cause, resume=True)
             ) from error
         raise
     return folder
@@ -156,8 +155,8 @@ def _check_room(parent: Path, needed: int) -> None:
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise OutOfDisk(
-            f"The result needs {format_bytes(needed)} of disk, {parent} has {format_bytes(free)} free",
-            "Free some space and resume the run: its checkpoints are kept.",
+            say("export.no_room", needed=format_bytes(needed), folder=str(parent), free=format_bytes(free)),
+            say("cure.room.run"),
         )
 
 

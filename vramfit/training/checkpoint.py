@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 from vramfit.errors import CheckpointError, ModelError, OutOfDisk, Unwritable
 from vramfit.faults import reach
 from vramfit.models.files import check_safetensors
-from vramfit.places import MORE_FILES, NO_MORE_FILES, UNWRITABLE, cure_of
+from vramfit.places import NO_ROOM, UNWRITABLE, cure_of
+from vramfit.sentences import say
 from vramfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -285,28 +286,25 @@ def _check_room(root: Path, needed: int) -> None:
     free = shutil.disk_usage(root).free
     if free < needed + _SPARE_BYTES:
         raise OutOfDisk(
-            f"A checkpoint needs {format_bytes(needed + _SPARE_BYTES)} of disk, {root} has {format_bytes(free)} free",
-            "Free some space and resume the run: older checkpoints are kept.",
+            say(
+                "save.no_room",
+                needed=format_bytes(needed + _SPARE_BYTES),
+                folder=str(root),
+                free=format_bytes(free),
+            ),
+            say("cure.room.run"),
         )
 
 
 def _disk_error(error: OSError, root: Path, needed: int) -> OutOfDisk | CheckpointError:
-    if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
-        quota = " (the quota is used up)" if error.errno != errno.ENOSPC else ""
-        return OutOfDisk(
-            f"The disk filled up{quota} while a checkpoint of {format_bytes(needed)} was written to {root}",
-            "Free some space and resume the run: older checkpoints are kept.",
-        )
+    cure = cure_of(error, resume=True)
+    if error.errno in NO_ROOM:
+        key = "save.full" if error.errno == errno.ENOSPC else "save.quota"
+        return OutOfDisk(say(key, size=format_bytes(needed), folder=str(root)), cure)
+    refused = say("save.refused", folder=str(root), reason=str(error.strerror or error))
     if error.errno in UNWRITABLE:
-        return Unwritable(
-            f"A checkpoint could not be written to {root}: {error.strerror or error}",
-            f"{cure_of(error)}, then resume the run: older checkpoints are kept.",
-        )
-    cure = MORE_FILES if error.errno in NO_MORE_FILES else "Check that the folder can be written to"
-    return CheckpointError(
-        f"A checkpoint could not be written to {root}: {error.strerror or error}",
-        f"{cure}, then resume the run: older checkpoints are kept.",
-    )
+        return Unwritable(refused, cure)
+    return CheckpointError(refused, cure or say("cure.folder.run"))
 
 
 def _fingerprint(path: Path) -> dict[str, int | str]:

@@ -18,6 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from vramfit.errors import UserError
+from vramfit.sentences import say
 from vramfit.training.metrics import StepMetrics, Telemetry
 from vramfit.units import MIB, format_bytes
 
@@ -95,8 +96,13 @@ class LossSpikes:
                 yield Finding(
                     level="warning",
                     kind="loss-spike",
-                    message=f"The loss jumped to {now.loss:.4g}; the median of the {len(self._losses)} steps before "
-                    f"is {usual:.4g}, a usual deviation {spread:.2g}.",
+                    message=say(
+                        "health.spike",
+                        loss=f"{now.loss:.4g}",
+                        steps=len(self._losses),
+                        usual=f"{usual:.4g}",
+                        spread=f"{spread:.2g}",
+                    ),
                 )
         self._losses.append(now.loss)
 
@@ -173,8 +179,7 @@ class SpeedCollapse:
             yield Finding(
                 level="warning",
                 kind="slow",
-                message=f"Speed fell to {now.tokens_per_s:,.0f} tokens/s from the usual {usual:,.0f}: another program, "
-                "heat, or memory that is short may be the cause.",
+                message=say("health.slow", speed=f"{now.tokens_per_s:,.0f}", usual=f"{usual:,.0f}"),
             )
         if not slow and not self._alarm.on:
             self._usual.append(now.tokens_per_s)
@@ -238,13 +243,9 @@ class Heat:
         if now.slowed_by_heat is None:
             return
         if self._alarm.sees(wrong=now.slowed_by_heat, right=not now.slowed_by_heat):
-            at = "" if now.temperature_c is None else f" at {now.temperature_c:.0f} °C"
-            yield Finding(
-                level="warning",
-                kind="heat",
-                message=f"The card is too hot{at} and has lowered its clocks: the run is slower until it cools. "
-                "Give it air, or a lower power limit.",
-            )
+            degrees = now.temperature_c
+            message = say("health.hot") if degrees is None else say("health.hot.at", degrees=f"{degrees:.0f}")
+            yield Finding(level="warning", kind="heat", message=message)
 
 
 class Spill:
@@ -271,9 +272,12 @@ class Spill:
             yield Finding(
                 level="warning",
                 kind="spill",
-                message=f"The run holds {format_bytes(reserved_bytes)}, and {format_bytes(used)} are in use on a card "
-                f"of {format_bytes(self._memory_bytes)}: the rest lies in RAM, which makes steps many times slower. "
-                "Lower the memory budget, or end other programs that use the card.",
+                message=say(
+                    "health.spill",
+                    held=format_bytes(reserved_bytes),
+                    used=format_bytes(used),
+                    size=format_bytes(self._memory_bytes),
+                ),
             )
 
 
@@ -300,12 +304,9 @@ class Refusals:
         self.in_a_row = self.in_a_row + 1 if problem else 0
         if not problem or not (collapsed or self.in_a_row >= self.most):
             return
-        how_many = "A step" if self.in_a_row == 1 else f"{self.in_a_row} steps in a row up to step {step}"
-        remedy = "Choose bf16 or fp32" if collapsed else "Lower the learning rate, or choose fp32 or bf16"
-        raise UserError(
-            f"{how_many} gave no finite result: {problem} (last with {rows})",
-            f"{remedy}, and look at these rows; the last good checkpoint is kept.",
-        )
+        how_many = {} if self.in_a_row == 1 else {"count": self.in_a_row, "step": step}
+        what = say("health.ends" if how_many else "health.ends.one", problem=problem, rows=rows, **how_many)
+        raise UserError(what, say("health.format" if collapsed else "health.rate"))
 
 
 @dataclass
@@ -365,8 +366,9 @@ def named_rows(examples: Sequence[Example]) -> str:
     """Which rows of the data these sequences hold, as a person counts them: from 1, as the data card's do."""
     rows = sorted({row + 1 for example in examples for row in (example.rows or (example.row,))})
     names = ", ".join(f"{row:,}" for row in rows[:NAMED_ROWS])
-    more = f" and {len(rows) - NAMED_ROWS:,} more" if len(rows) > NAMED_ROWS else ""
-    return f"row{'s' if len(rows) > 1 else ''} {names}{more} of the data"
+    if len(rows) > NAMED_ROWS:
+        return say("rows.more", names=names, more=f"{len(rows) - NAMED_ROWS:,}")
+    return say("rows.some" if len(rows) > 1 else "rows.one", names=names)
 
 
 def middle_and_spread(values: Sequence[float] | deque[float]) -> tuple[float, float]:

@@ -37,6 +37,7 @@ from vramfit.models.load import weights_fingerprint
 from vramfit.models.tokenizer import local_folder
 from vramfit.planning.idle_wishes import is_idle
 from vramfit.planning.plan import Forecast, Plan
+from vramfit.sentences import say
 from vramfit.training import checkpoint
 from vramfit.training.adapted_share import adapted_share
 from vramfit.training.compile_choice import settle
@@ -466,7 +467,7 @@ class Run:
         """A step that could not be taken is told; several in a row end the run, and its last good checkpoint stays."""
         rows = self._named(self.order.rows(now.step)) if result.problem else ""
         if result.problem:
-            self._say("warning", "not-finite", f"{result.problem} ({rows}).", step=now.step)
+            self._say("warning", "not-finite", say("health.refused", problem=result.problem, rows=rows), step=now.step)
         collapsed = result.loss_scale is not None and result.loss_scale < COLLAPSED_LOSS_SCALE
         self.health.refusals.count(now.step, result.problem, rows=rows, collapsed=collapsed)
         for found in self.health.watches.step(now):
@@ -481,8 +482,13 @@ class Run:
             return
         limit, first, last = self.config.health.drift_limit, check.drifts[0], check.drifts[-1]
         if self.health.drifting.sees(wrong=first.worst > limit, right=first.worst <= limit / 2):
-            message = f"{self.plan.compute} strays from fp32: the loss by {_percent(first.loss)}, the gradient norm by "
-            message += f"{_percent(first.grad_norm)}; the limit is {_percent(limit)}."
+            message = say(
+                "health.drift",
+                format=self.plan.compute,
+                loss=_percent(first.loss),
+                norm=_percent(first.grad_norm),
+                limit=_percent(limit),
+            )
             self._say("warning", "drift", message, step=step)
         if last.raised != first.raised:
             now = f"{_percent(last.loss)} of the loss and {_percent(last.grad_norm)} of the gradient norm"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import psutil
 import pytest
 
 from vramfit.errors import HardwareError
+from vramfit.hardware import devices
 from vramfit.hardware.devices import Machine, TorchBuild, probe, torch_build
 from vramfit.units import GIB
 
@@ -160,3 +164,77 @@ def test_the_disk_of_a_folder_that_is_not_there_yet(driver: Any, tmp_path: Path)
 
     assert found.disk_free_bytes > 0
     assert found.cpu_cores >= 1
+
+
+BINDINGS = {
+    "hangs": "import time\ntime.sleep(600)\n",
+    "ends whoever asks": "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n",
+    "is no binding": "raise SystemExit(3)\n",
+    "answers": (
+        "from types import SimpleNamespace\n"
+        "class NVMLError(Exception): pass\n"
+        "def nvmlInit(): pass\n"
+        "def nvmlDeviceGetCount(): return 1\n"
+        "def nvmlDeviceGetHandleByIndex(index): return index\n"
+        "def nvmlDeviceGetName(handle): return 'NVIDIA GeForce RTX 4090'\n"
+        f"def nvmlDeviceGetMemoryInfo(handle): return SimpleNamespace(total={24 * GIB}, free={23 * GIB}, used={GIB})\n"
+    ),
+}
+
+
+def of_a_child(folder: Path, what: str, monkeypatch: pytest.MonkeyPatch, build: TorchBuild = CUDA_BUILD) -> Machine:
+    """The machine, where the driver's binding does this."""
+    (folder / "pynvml.py").write_text(BINDINGS[what], encoding="utf-8")
+    monkeypatch.setattr(devices, "_driver_there", lambda: True)
+    return probe(folder, environment={"PYTHONPATH": str(folder)}, build=build)
+
+
+def test_the_driver_is_asked_by_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = of_a_child(tmp_path, "answers", monkeypatch)
+    assert (found.devices[0].name, found.devices[0].free_bytes) == ("NVIDIA GeForce RTX 4090", 23 * GIB)
+    assert found.devices[0].flops["bf16"] == 165.2e12
+    assert not found.silent
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("hangs", "did not answer within 1 s"),
+        ("ends whoever asks", f"ended the process that asked it (signal {signal.SIGSEGV.value})"),
+        ("is no binding", "could not be asked (exit code 3)"),
+    ],
+)
+@pytest.mark.skipif(os.name == "nt", reason="no process ends by a signal on Windows")
+def test_case_151_a_driver_that_hangs_or_ends_whoever_asks_it_takes_nothing_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, words: str
+) -> None:
+    monkeypatch.setattr(devices, "_DRIVER_SECONDS", 1.0)
+    found = of_a_child(tmp_path, what, monkeypatch)
+    assert [device.kind for device in found.devices] == ["cpu"]
+    assert found.silent and words in found.notes[0] and "nvidia-smi" in found.notes[0]
+    assert not psutil.Process().children()
+
+
+def test_a_silent_driver_that_torch_cannot_use_anyway_keeps_nothing_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = of_a_child(tmp_path, "is no binding", monkeypatch, TorchBuild(version="2.13.0+cpu"))
+    assert not found.silent
+
+
+def test_a_child_that_cannot_be_ended_is_left_and_no_second_one_joins_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one is that waits inside the system: here KILL does not reach it."""
+    monkeypatch.setattr(devices, "_DRIVER_SECONDS", 0.1)
+    monkeypatch.setattr(devices, "_KILLED_SECONDS", 0.1)
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda child: None)
+    assert of_a_child(tmp_path, "hangs", monkeypatch).silent
+    (stuck,) = psutil.Process().children()
+    again = of_a_child(tmp_path, "answers", monkeypatch)
+    assert again.silent and "still not answered" in again.notes[0]
+    assert psutil.Process().children() == [stuck]
+    os.kill(stuck.pid, signal.SIGTERM)
+    devices._stuck[0].wait(10)
+    monkeypatch.setattr(devices, "_DRIVER_SECONDS", 20.0)
+    assert not of_a_child(tmp_path, "answers", monkeypatch).silent

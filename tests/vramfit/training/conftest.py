@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -67,10 +68,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture
-def rows_file(tmp_path: Path) -> Path:
+def rows_in(folder: Path) -> Path:
     """Twenty short rows of text that are all different."""
-    path = tmp_path / "rows.jsonl"
+    path = folder / "rows.jsonl"
     lines = [
         json.dumps({"text": f"The fox number {number} found {number + 2} berries by the river."})
         for number in range(20)
@@ -79,18 +79,25 @@ def rows_file(tmp_path: Path) -> Path:
     return path
 
 
+def small_config(rows: Path, **sections: Any) -> RunConfig:
+    """A config for a handful of steps on `rows`; keyword arguments are sections with settings to add."""
+    values: dict[str, Any] = {
+        "data": {"paths": [str(rows)], "max_length": 48, "eval_share": 0.1},
+        "schedule": {"max_steps": 7, "sequences_per_step": 3, "learning_rate": 3e-3},
+        "output": {"prompts": ["The fox"], "sample_tokens": 8},
+    }
+    for section, settings in sections.items():
+        values[section] = {**values.get(section, {}), **settings} if isinstance(settings, dict) else settings
+    return RunConfig.parse(values)
+
+
+@pytest.fixture
+def rows_file(tmp_path: Path) -> Path:
+    """Rows of the test's own."""
+    return rows_in(tmp_path)
+
+
 @pytest.fixture
 def small_run(rows_file: Path) -> Callable[..., RunConfig]:
-    """A config for a handful of steps on `rows_file`; keyword arguments are sections with settings to add."""
-
-    def build(**sections: Any) -> RunConfig:
-        values: dict[str, Any] = {
-            "data": {"paths": [str(rows_file)], "max_length": 48, "eval_share": 0.1},
-            "schedule": {"max_steps": 7, "sequences_per_step": 3, "learning_rate": 3e-3},
-            "output": {"prompts": ["The fox"], "sample_tokens": 8},
-        }
-        for section, settings in sections.items():
-            values[section] = {**values.get(section, {}), **settings} if isinstance(settings, dict) else settings
-        return RunConfig.parse(values)
-
-    return build
+    """`small_config` of them."""
+    return functools.partial(small_config, rows_file)

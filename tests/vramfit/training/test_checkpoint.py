@@ -60,6 +60,10 @@ def test_case_113_incomplete_newest_falls_back_to_the_one_before(tmp_path: Path)
     found = checkpoint.newest(tmp_path)
     assert found is not None
     assert found.checkpoint.step == 10
+    assert [path.name for path in checkpoint.leftovers(tmp_path)] == ["step-00000020"], "not taken for a checkpoint"
+    write(tmp_path, 20)
+    assert checkpoint.steps(tmp_path) == [10, 20]
+    assert checkpoint.leftovers(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", [checkpoint.TENSORS, checkpoint.VALUES, checkpoint.MANIFEST])
@@ -139,7 +143,7 @@ def test_case_126_every_refusal_of_the_disk_has_its_own_words_and_leaves_the_old
         errno.EMFILE: "Too many open files",
     }
     assert [other for other, said in words.items() if said in caught.value.what] == [code]
-    assert "resume the run: older checkpoints are kept" in caught.value.remedy
+    assert "resume the run; checkpoints saved so far are kept" in caught.value.remedy
     assert ("ulimit -n" in caught.value.remedy) == (code == errno.EMFILE)
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]

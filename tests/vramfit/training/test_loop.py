@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.vramfit.training.conftest import Kept, rows_in, small_config
 from vramfit.config import RunConfig
 from vramfit.errors import Changed, CheckpointError, DataError, ModelError, OutOfDisk, UserError, WontFit
 from vramfit.models import stored
@@ -84,29 +85,47 @@ def test_weights_of_messages_are_shares_of_a_step(small_run: Build, kept: Keep, 
     assert "Loss chunked where answers have weights: the fused kernel takes none." in told
 
 
-@pytest.mark.parametrize("stop_at", [1, 4, 6])
-def test_case_118_122_resume_is_bit_exact_from_any_step(
-    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, stop_at: int
-) -> None:
-    """20 rows less 2 held out in steps of 3: step 6 ends epoch 0, so this crosses an epoch boundary."""
-    config = small_run()
-    whole = kept()
-    train(config, folder=tmp_path / "whole", cache=cache, recorder=whole)
+LONG: dict[str, Any] = {
+    "schedule": {"max_steps": 13},
+    "memory": {"micro_batch": 2},
+    "output": {"evaluate_every": 4, "prompts": [], "sample_tokens": 0},
+}
+"""20 rows less 2 held out in steps of 3, two and one at a time: steps 6 and 12 end an epoch, 4 and 8 are evaluated."""
 
-    first = kept()
-    result = train(config, folder=tmp_path / "cut", cache=cache, recorder=first, should_stop=stop_after(first, stop_at))
-    assert result.stopped
-    assert result.steps == stop_at
-    assert result.export is None
-    second = kept()
-    resumed = train(config, folder=tmp_path / "cut", cache=cache, recorder=second, resume=True)
-    assert not resumed.stopped
-    assert first.losses + second.losses == whole.losses
-    assert [step.learning_rate for step in first.metrics + second.metrics] == [
-        step.learning_rate for step in whole.metrics
-    ]
-    assert [step.step for step in second.metrics] == list(range(stop_at + 1, 8))
-    one, other = (load_file(tmp_path / name / "export" / "model.safetensors") for name in ("whole", "cut"))
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> tuple[RunConfig, Kept, Path]:
+    """A run of LONG in one go: its settings, what it reported, its folder."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    config, heard = small_config(rows_in(folder), **LONG), Kept()
+    train(config, folder=folder / "run", cache=cache, recorder=heard)
+    return config, heard, folder / "run"
+
+
+@pytest.mark.parametrize("stops", [(1,), (4, 6), (8, 12)], ids=lambda stops: "-".join(map(str, stops)))
+def test_case_118_122_resume_is_bit_exact_from_any_step(
+    undisturbed: tuple[RunConfig, Kept, Path], kept: Keep, cache: Path, tmp_path: Path, stops: tuple[int, ...]
+) -> None:
+    """In mid-epoch, behind an evaluation, at an epoch's end, in later epochs, a second time, and in a moved folder."""
+    config, whole, folder = undisturbed
+    heard: list[Kept] = []
+    for number, stop in enumerate(stops):
+        heard.append(kept())
+        here = tmp_path / f"{number}"
+        stopping = stop_after(heard[-1], stop)
+        result = train(config, folder=here, cache=cache, recorder=heard[-1], should_stop=stopping, resume=number > 0)
+        assert (result.stopped, result.steps, result.export) == (True, stop, None)
+        here.rename(tmp_path / f"{number + 1}")
+    heard.append(kept())
+    last = tmp_path / f"{len(stops)}"
+    assert not train(config, folder=last, cache=cache, recorder=heard[-1], resume=True).stopped
+    steps = [step for each in heard for step in each.metrics]
+    assert [step.step for step in steps] == list(range(1, 14))
+    assert [step.loss for step in steps] == whole.losses
+    assert [step.learning_rate for step in steps] == [step.learning_rate for step in whole.metrics]
+    tested = [(found.step, found.loss) for each in heard for found in each.evaluations]
+    assert tested == [(found.step, found.loss) for found in whole.evaluations]
+    one, other = (load_file(path / "export" / "model.safetensors") for path in (folder, last))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -155,8 +174,9 @@ def test_resume_with_other_data_is_refused_by_name(
     rows_file.write_text(rows_file.read_text(encoding="utf-8").replace("berries", "stones"), encoding="utf-8")
     with pytest.raises(Changed, match="data was"):  # somebody has to say go on
         train(small_run(), folder=tmp_path / "run", cache=cache, recorder=kept(), resume=True)
-    with pytest.raises(CheckpointError, match="seed was 42, is 7") as refused:
-        train(small_run(seed=7), folder=tmp_path / "run", cache=cache, recorder=kept(), resume=True)
+    other = small_run(seed=7, schedule={"sequences_per_step": 2})
+    with pytest.raises(CheckpointError, match=r"sequences_per_step was 3, is 2; .*seed was 42, is 7") as refused:
+        train(other, folder=tmp_path / "run", cache=cache, recorder=kept(), resume=True)
     assert not isinstance(refused.value, Changed)
 
 
