@@ -139,6 +139,8 @@ ENGLISH: Final[Mapping[str, str]] = {
     "cards.ddp": "Each card holds everything and takes its part of the step; gradients are summed",
     "streaming": "They live in {place} and visit the device one by one; the others stay",
     "streaming.blocks": "{count} of {layers} blocks",
+    "split": "A block has about {size}, so its experts come some at a time; what is around them is computed once more",
+    "split.slices": "in {count} parts of {size}",
     "streaming.stay": "All blocks stay on the device; what is stepped and its states are in {place}",
     "disk.value": "{size} a step",
     "disk.wear": "A consumer drive of 4 TB is rated for 2,400 TB written: that is {steps} such steps",

@@ -67,6 +67,8 @@ SENTENCES: dict[str, str] = {
     "cards.ddp": "每张卡都有全部内容，各算一部分，梯度相加",
     "streaming": "它们放在{place}，逐层送到设备上，其余的留在设备上",
     "streaming.blocks": "{layers} 层中的 {count} 层",
+    "split": "一层约有 {size}，因此它的专家分批送来；专家以外的部分多算一次",
+    "split.slices": "分 {count} 份，每份 {size}",
     "streaming.stay": "所有层都留在设备上；被更新的权重及其状态放在{place}",
     "disk.value": "每步 {size}",
     "disk.wear": "4 TB 的消费级硬盘额定写入量为 2,400 TB：相当于 {steps} 个这样的步",

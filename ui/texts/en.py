@@ -540,6 +540,7 @@ WORDS: dict[str, str] = {
     "alerts.given_up": "Alert given up after {tries} tries: {alert}. {error} Saving the address again clears this.",
     "plan.memory_budget": "Memory budget",
     "plan.weights": "Weights",
+    "plan.expert_slices": "Experts",
     "problem.empty": "{label} is empty",
     "problem.empty.remedy": "Give it a number.",
     "problem.blank": "{label} is empty",

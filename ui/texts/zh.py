@@ -522,6 +522,7 @@ WORDS: dict[str, str] = {
     "alerts.given_up": "提醒在 {tries} 次尝试后放弃：{alert}。{error} 重新保存地址即可清除此条。",
     "plan.memory_budget": "显存预算",
     "plan.weights": "权重",
+    "plan.expert_slices": "专家",
     "problem.empty": "“{label}”为空",
     "problem.empty.remedy": "请填一个数。",
     "problem.blank": "“{label}”为空",

@@ -108,10 +108,17 @@ class BlockStream:
     """
 
     def __init__(
-        self, tier: Tier, device: torch.device, *, resident: Collection[int] = (), slots: int = 2, turn: int = 0
+        self,
+        tier: Tier,
+        device: torch.device,
+        *,
+        resident: Collection[int] = (),
+        slots: int = 2,
+        turn: int = 0,
+        traffic: Traffic | None = None,
     ) -> None:
         self.tier, self.device, self.turn = tier, device, turn
-        self.traffic = Traffic()
+        self.traffic = traffic or Traffic()
         self._count = len(tier.layouts)
         self._resident: dict[int, Tensor] = {}
         self._fetcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fetch")

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,15 @@ from vramfit.planning.block import UNPACKED_AT_ONCE
 ALIGNED: Final = 8
 """Grouped kernels want rows of 16 bytes: 8 numbers of 16 bits."""
 
-Beside = Callable[[Tensor, Tensor], Tensor]
-"""What is added to the product of rows [S, in], sorted by expert and ending at `ends` [E]: [S, out]."""
+
+class Beside(Protocol):
+    """What is added to the product of rows [S, in], sorted by expert and ending at `ends` [E]: [S, out]. `weights` are
+    what it trains, each [E, ...]; others may be given in their place, of some of the experts."""
+
+    @property
+    def weights(self) -> tuple[nn.Parameter, ...]: ...
+
+    def __call__(self, rows: Tensor, ends: Tensor, weights: tuple[Tensor, ...] = ()) -> Tensor: ...
 
 
 def modules_of_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -66,6 +73,14 @@ def compute_grouped(experts: Any, beside: Callable[[Any], Mapping[str, Beside]] 
     experts.forward = functools.partial(_forward, experts, beside or _nothing)
 
 
+def beside_of(experts: Any) -> Callable[[Any], Mapping[str, Beside]]:
+    """What `compute_grouped` was given; nothing where the library computes these experts."""
+    forward = experts.__dict__.get("forward")
+    known = isinstance(forward, functools.partial) and forward.func is _forward
+    found: Callable[[Any], Mapping[str, Beside]] = forward.args[1] if known else _nothing
+    return found
+
+
 def _nothing(_: Any) -> Mapping[str, Beside]:
     return {}
 
@@ -74,52 +89,103 @@ def _forward(
     experts: Any, beside: Callable[[Any], Mapping[str, Beside]], hidden: Tensor, chosen: Tensor, shares: Tensor
 ) -> Tensor:
     """hidden [T, h], the experts chosen for each token [T, k] and their shares [T, k] to the weighted sum [T, h]."""
-    added = beside(experts)
-    tokens, each = chosen.shape
-    order = torch.sort(chosen.reshape(-1), stable=True)
-    by_expert, where = order.values, order.indices
-    ends = torch.searchsorted(
-        by_expert, torch.arange(1, experts.num_experts + 1, device=chosen.device, dtype=by_expert.dtype)
-    ).to(torch.int32)
-
-    routed = _Routed(by_expert, ends, ends.tolist() if packed_weights(experts) else [])
-    up = _product(experts, up_name(experts), hidden[where // each], routed, added)
-    active = experts._apply_gate(up) if experts.has_gate else experts.act_fn(up)
-    out = _product(experts, "down_proj", active, routed, added)
-    weighted = out * shares.reshape(-1)[where].unsqueeze(-1)
-    back = torch.empty_like(where).scatter_(0, where, torch.arange(where.numel(), device=where.device))
-    summed: Tensor = weighted[back].view(tokens, each, out.shape[1]).sum(dim=1)
-    return summed.to(hidden.dtype)
+    routes, shares = routed(chosen, shares, experts.num_experts, known=bool(packed_weights(experts)))
+    gather: Any = _Gathered.apply
+    out = through_experts(experts, gather(hidden, routes), routes, beside(experts))
+    weighted = out * shares.reshape(-1)[routes.where].unsqueeze(-1)
+    return routes.summed(weighted).to(hidden.dtype)
 
 
 @dataclass(frozen=True)
-class _Routed:
-    """Which expert each of the S sorted rows goes to, and where each expert's rows end: `stops` are `ends` as the host
-    knows them, where it has to ask for them."""
+class Routes:
+    """Which of S = T k rows, sorted by expert, goes where: its expert `by_expert` [S], its place `where` [S] among all
+    tokens' choices, of which each token has `each`. Each expert's rows end at `ends` [E]: `stops`, as the host knows
+    them, where it has to ask for them."""
 
     by_expert: Tensor
+    where: Tensor
+    each: int
     ends: Tensor
     stops: list[int]
 
+    @property
+    def tokens(self) -> Tensor:
+        """The token of each row."""
+        return self.where // self.each
 
-def _product(experts: Any, name: str, rows: Tensor, routed: _Routed, beside: Mapping[str, Beside]) -> Tensor:
+    def summed(self, rows: Tensor) -> Tensor:
+        """[S, n] to [T, n]: of each token's rows the sum, in the order of their experts."""
+        back = torch.empty_like(self.where)
+        back.scatter_(0, self.where, torch.arange(len(back), device=back.device))
+        return rows[back].view(-1, self.each, rows.shape[1]).sum(dim=1)
+
+    def bounds(self, first: int, last: int) -> tuple[int, int]:
+        """Where the rows of experts `first` to `last` (that one left out) begin and end."""
+        return (self.stops[first - 1] if first else 0), self.stops[last - 1]
+
+    def part(self, first: int, last: int) -> Routes:
+        """The same for the rows of these experts alone, who are still called by their own numbers."""
+        start, stop = self.bounds(first, last)
+        return Routes(
+            self.by_expert[start:stop],
+            self.where[start:stop],
+            self.each,
+            self.ends[first:last] - start,
+            [each - start for each in self.stops[first:last]],
+        )
+
+
+def routed(chosen: Tensor, shares: Tensor, experts: int, *, known: bool) -> tuple[Routes, Tensor]:
+    """(routes, shares [T, k]) for the experts chosen for each token [T, k]; each token's choices are in the order of
+    their numbers from here on. `known`: the host knows where each expert's rows end."""
+    chosen, places = chosen.sort(dim=1)
+    order = torch.sort(chosen.reshape(-1), stable=True)
+    kind = order.values.dtype
+    ends = torch.searchsorted(order.values, torch.arange(1, experts + 1, device=chosen.device, dtype=kind))
+    ends = ends.to(torch.int32)
+    routes = Routes(order.values, order.indices, chosen.shape[1], ends, ends.tolist() if known else [])
+    return routes, shares.gather(1, places)
+
+
+class _Gathered(torch.autograd.Function):
+    """Tokens [T, h] as rows [S, h]. The gradient of a token is summed in the order of its experts, where an index's own
+    would be in whatever order threads come."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, routes: Routes) -> Tensor:
+        ctx.routes = routes
+        return hidden[routes.tokens]
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        return ctx.routes.summed(upstream), None
+
+
+def through_experts(experts: Any, rows: Tensor, routes: Routes, beside: Mapping[str, Beside]) -> Tensor:
+    """Each of rows [S, h] through its expert: [S, h]. The weights there may be of some experts: those of `routes`."""
+    up = _product(experts, up_name(experts), rows, routes, beside)
+    active = experts._apply_gate(up) if experts.has_gate else experts.act_fn(up)
+    return _product(experts, "down_proj", active, routes, beside)
+
+
+def _product(experts: Any, name: str, rows: Tensor, routes: Routes, beside: Mapping[str, Beside]) -> Tensor:
     """Each row through its expert's weights, bias and what lies beside them."""
-    result = _through(experts, name, rows, routed)
+    result = _through(experts, name, rows, routes)
     if experts.has_bias:
-        result = result + getattr(experts, f"{name}_bias")[routed.by_expert]
+        result = result + getattr(experts, f"{name}_bias")[routes.by_expert]
     if name in beside:
-        result = (result + beside[name](rows, routed.ends)).to(result.dtype)
+        result = (result + beside[name](rows, routes.ends)).to(result.dtype)
     return result
 
 
-def _through(experts: Any, name: str, rows: Tensor, routed: _Routed) -> Tensor:
+def _through(experts: Any, name: str, rows: Tensor, routes: Routes) -> Tensor:
     packed = packed_weights(experts).get(name)
     if packed is None:
         weight = getattr(experts, name)
         matrices = weight if experts.is_transposed else weight.transpose(1, 2)
-        return grouped_product(rows.to(weight.dtype), matrices, routed.ends)
+        return grouped_product(rows.to(weight.dtype), matrices, routes.ends)
     apply: Any = _PackedProduct.apply
-    result: Tensor = apply(rows.to(compute_format(rows)), _Groups(packed, experts.is_transposed, routed.stops))
+    result: Tensor = apply(rows.to(compute_format(rows)), _Groups(packed, experts.is_transposed, routes.stops))
     return result
 
 
@@ -127,7 +193,7 @@ class _Groups:
     """Some experts at a time: their packed matrices, and which rows are theirs. `stops` [E] is where each one's end."""
 
     def __init__(self, packed: Packed, transposed: bool, stops: list[int]) -> None:
-        count, *matrix = packed.shape
+        count, matrix = len(stops), packed.shape[1:]
         at_once = max(1, UNPACKED_AT_ONCE // (matrix[0] * matrix[1]))
         self.transposed, self.outputs = transposed, matrix[1] if transposed else matrix[0]
         starts = [0, *stops]

@@ -112,12 +112,12 @@ class VisitsPeak(PeakMeter):
     def watch(self, tokens: int) -> Iterator[None]:
         self._steps += 1
         follow = self._device.type == "cpu" and (self._steps <= 2 or tokens > self._largest_tokens)
-        self._wanted = {"head", "block", "embedding"} if follow else set()
+        self._wanted = {"head", "block", "experts", "embedding"} if follow else set()
         self._largest_tokens = max(tokens, self._largest_tokens)
         yield
 
     @contextlib.contextmanager
-    def visit(self, part: Literal["head", "block", "embedding"]) -> Iterator[None]:
+    def visit(self, part: Literal["head", "block", "experts", "embedding"]) -> Iterator[None]:
         """Around one micro-batch's part of a step; the first of each part is followed."""
         if part not in self._wanted or torch._C._autograd._profiler_enabled():
             yield

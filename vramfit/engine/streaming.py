@@ -41,6 +41,7 @@ from vramfit.engine.resident import (
     Trained,
     _no_tokens,
 )
+from vramfit.engine.split_blocks import SplitBlocks
 from vramfit.engine.step_of_blocks import AfterLastBlock, BesideBackward
 from vramfit.engine.tied import TiedGradient
 from vramfit.engine.trained_blocks import TrainedBlocks
@@ -94,7 +95,10 @@ class StreamingExecutor(ResidentExecutor):
             kind = BesideBackward if plan.optimizer_in_backward and plan.clip_passes == 1 else AfterLastBlock
             self._end = self._of_blocks = kind(trained, scaler=self._scaler, max_grad_norm=max_grad_norm)
         self._hand_over: HandOver | None = None if self._of_blocks is None else self._of_blocks.block_is_done
-        self._peak = VisitsPeak(model, optimizer, self.device, places=lambda: visits.stream.places, waiting=self._held)
+        self._peak = VisitsPeak(model, optimizer, self.device, places=lambda: visits.places, waiting=self._held)
+        self._split = SplitBlocks(
+            visits, self._waiting, computing=self._computing, drawn=self._drawn, follow=self._followed
+        )
         self._draws = _draws(model)
         self._drawn_first: list[dict[str, Tensor] | None] = []
         self._first = plan.first_trained(len(visits.blocks))
@@ -117,13 +121,13 @@ class StreamingExecutor(ResidentExecutor):
 
     def set_stays(self, stays: Sequence[Stay]) -> None:
         """Other blocks, from the next step on."""
-        self.visits.stream.stay([block for block, each in enumerate(stays) if each == "stay"])
+        self.visits.stay([block for block, each in enumerate(stays) if each == "stay"])
         self._peak.measure_again()
 
     def reading(self) -> Reading:
         """As in ResidentExecutor; blocks that stay count as what a step needs, because they need not stay."""
         found = super().reading()
-        return dataclasses.replace(found, at_rest=found.at_rest - self.visits.stream.staying_bytes)
+        return dataclasses.replace(found, at_rest=found.at_rest - self.visits.staying_bytes)
 
     def _waited(self) -> Waits:
         """Since the run began."""
@@ -220,7 +224,7 @@ class StreamingExecutor(ResidentExecutor):
 
         def take(name: str) -> Tensor:
             if name not in made:
-                with torch.no_grad(), self.visits.present(block, "up"):
+                with torch.no_grad(), self.visits.whole(block):
                     made.update(
                         {key: each.cpu().clone() for key, each in merged_tensors(self.visits.blocks[block]).items()}
                     )
@@ -363,7 +367,7 @@ class StreamingExecutor(ResidentExecutor):
 
     def _held(self) -> int:
         """Bytes on the device that neither the model nor its blocks' places are."""
-        return self._waiting.nbytes + (0 if self._tied is None else self._tied.nbytes)
+        return self._waiting.nbytes + self._split.nbytes + (0 if self._tied is None else self._tied.nbytes)
 
     def _tied_gradient(self, pieces: Sequence[Piece]) -> TiedGradient | None:
         """Where the embedding is the head, trains, and gets a gradient from several micro-batches."""
@@ -383,6 +387,9 @@ class StreamingExecutor(ResidentExecutor):
         hidden = [each.hidden for each in caught]
         for block in range(len(self.visits.blocks)):
             with self.visits.present(block, "up"):
+                if block in self.visits.split:
+                    self._split.forward(block, hidden, [each.calls[block] for each in caught], keep=keep)
+                    continue
                 for index, each in enumerate(caught):
                     if keep and block >= self._first:
                         self._waiting.put((block, index), hidden[index], self._drawn())
@@ -421,6 +428,9 @@ class StreamingExecutor(ResidentExecutor):
         after, last = random_state(self.device) if self._draws else None, len(upstream) - 1
         for block in reversed(range(self._first, len(self.visits.blocks))):
             with self.visits.present(block, "down"):
+                if block in self.visits.split:
+                    self._split.backward(block, upstream, [each[block] for each in calls], around)
+                    continue
                 for index in range(len(upstream)):
                     with around() if index == last and self.trained is None else contextlib.nullcontext():
                         self._backward_of(block, index, upstream, calls[index][block])
@@ -447,7 +457,7 @@ class StreamingExecutor(ResidentExecutor):
         torch.autograd.backward(end, upstream)
 
     def _followed(
-        self, part: Literal["head", "block", "embedding"], index: int, count: int
+        self, part: Literal["head", "block", "experts", "embedding"], index: int, count: int
     ) -> contextlib.AbstractContextManager[None]:
         """Follows the last micro-batch's: it has the gradients of the others beside it."""
         return self._peak.visit(part) if index == count - 1 else contextlib.nullcontext()

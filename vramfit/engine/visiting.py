@@ -19,7 +19,9 @@ from torch.utils._pytree import tree_flatten
 
 from vramfit.engine.activations import find_blocks
 from vramfit.engine.blocks import BlockStream, Direction
+from vramfit.engine.expert_slices import SliceStream
 from vramfit.engine.later import Later
+from vramfit.engine.split_blocks import Bounds, SplitExperts
 from vramfit.errors import ModelError
 
 Mode = Literal["run", "catch", "give"]
@@ -73,11 +75,19 @@ class VisitingTable:
 class VisitedBlocks:
     """The blocks of a model, each bound to its weights only while it is present. Those of `trains` have gradients.
 
-    `owners` says for each tensor of a block's layout which module it belongs to and by which name.
+    `owners` says for each tensor of a block's layout which module it belongs to and by which name. Of the blocks in
+    `experts` all but the experts is in `stream`; they are blocks in parts (`split_blocks.py`).
     """
 
-    def __init__(self, model: nn.Module, stream: BlockStream, *, trains: Collection[int] = ()) -> None:
-        self.model, self.stream, self.trains = model, stream, trains
+    def __init__(
+        self,
+        model: nn.Module,
+        stream: BlockStream,
+        *,
+        trains: Collection[int] = (),
+        experts: SliceStream | None = None,
+    ) -> None:
+        self.model, self.stream, self.trains, self._experts = model, stream, trains, experts
         found = find_blocks(model)
         self.blocks = list(found)
         whole: Any = model
@@ -90,6 +100,9 @@ class VisitedBlocks:
         self.direction: Direction = "up"
         self._own = [block.forward for block in self.blocks]
         self._owners = [_owners(block, stream.tier.layouts[at].places) for at, block in enumerate(self.blocks)]
+        self.split: dict[int, SplitExperts] = {}
+        for at in experts.blocks if experts is not None else ():
+            self._split(at)
         self._absent = [
             {name: getattr(module, leaf) for name, (module, leaf, _) in owners.items()} for owners in self._owners
         ]
@@ -137,11 +150,42 @@ class VisitedBlocks:
     def present(self, block: int, direction: Direction, tensors: Mapping[str, Tensor] | None = None) -> Iterator[None]:
         """The block's weights on the device and bound to its modules; `tensors` are bound instead of some of them."""
         found = self.stream.bring(block, direction)
-        self._bind(block, {**found, **(tensors or {})})
+        self._bind(block, {**found, **self._none_of(block), **(tensors or {})})
         try:
             yield
         finally:
             self._bind(block, self._absent[block])
+
+    def slices(self, block: int, direction: Direction) -> Iterator[Bounds]:
+        """Of a block that comes in parts and is present the experts, some at a time, bound as long as they are it."""
+        assert self._experts is not None
+        for at in self._experts.of(block):
+            self._bind(block, self._experts.bring(at, direction))
+            yield self._experts.slices[at].first, self._experts.slices[at].last
+        self._bind(block, self._none_of(block))
+
+    @contextlib.contextmanager
+    def whole(self, block: int) -> Iterator[None]:
+        """The block with all it has at once: experts that come in slices are put together in RAM."""
+        there = self._experts.whole(block) if self._experts is not None and block in self.split else None
+        with self.present(block, "up", there):
+            yield
+
+    @property
+    def places(self) -> dict[int, int]:
+        """What visitors take of the device: buffers by where they begin, with their bytes."""
+        return self.stream.places | (self._experts.places if self._experts is not None else {})
+
+    @property
+    def staying_bytes(self) -> int:
+        """What the blocks that stay take of the device."""
+        return self.stream.staying_bytes + (self._experts.staying_bytes if self._experts is not None else 0)
+
+    def stay(self, blocks: Collection[int]) -> None:
+        """Change which blocks stay on the device, between two steps."""
+        self.stream.stay(blocks)
+        if self._experts is not None:
+            self._experts.stay_with(blocks)
 
     def gradients(self, block: int) -> dict[str, Tensor]:
         """What backward has left at the weights of a block that is present, by the layout's names."""
@@ -153,6 +197,24 @@ class VisitedBlocks:
         return {name: each.grad for name, each in weights.items() if each is not None and each.grad is not None}
 
     # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _split(self, block: int) -> None:
+        """From now on this block's experts come in slices."""
+        assert self._experts is not None
+        names = self._experts.tier.layouts[self._experts.of(block)[0]].places
+        owners = _owners(self.blocks[block], names)
+        self._owners[block] |= owners
+        paths = {name.partition(".packed.")[0] if ".packed." in name else name.rpartition(".")[0] for name in names}
+        (path,) = paths
+        experts = self.blocks[block].get_submodule(path)
+        self.split[block] = SplitExperts(experts, lambda: self.slices(block, self.direction))
+
+    def _none_of(self, block: int) -> dict[str, Tensor]:
+        """Nothing for each tensor of a block's experts that come in slices: hollow ones look as if they were there."""
+        if self._experts is None or block not in self.split:
+            return {}
+        places = self._experts.tier.layouts[self._experts.of(block)[0]].places.values()
+        return {place.name: torch.empty(0, dtype=place.dtype, device=self.stream.device) for place in places}
 
     @contextlib.contextmanager
     def _as(self, mode: Mode) -> Iterator[None]:

@@ -13,8 +13,8 @@ from torch import Tensor
 from vramfit.planning.plan import Tier
 from vramfit.positioned import PositionedFile
 
-Key = tuple[int, int]
-"""(block, micro-batch)"""
+Key = tuple[int, ...]
+"""(block, micro-batch) of an input; a third number for what else of a block waits."""
 
 
 class WaitingInputs:
@@ -40,7 +40,13 @@ class WaitingInputs:
 
     def take(self, key: Key) -> tuple[Tensor, dict[str, Tensor] | None]:
         """(the hidden state on the device, the random state), which wait no longer."""
-        kept, drawn = self._there.pop(key)
+        found = self.look(key)
+        del self._there[key]
+        return found
+
+    def look(self, key: Key) -> tuple[Tensor, dict[str, Tensor] | None]:
+        """The same, and it goes on waiting."""
+        kept, drawn = self._there[key]
         if self.tier == "host":
             kept = kept.to(self.device, non_blocking=True)
         elif self.tier == "disk":

@@ -41,13 +41,19 @@ class ExpertAdapter(nn.Module):
         self.B = nn.Parameter(torch.zeros(experts, outputs, rank, device=weight.device, dtype=torch.float32))
         nn.init.uniform_(self.A, -1.0 / math.sqrt(inputs), 1.0 / math.sqrt(inputs))
 
-    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Rows [S, in], sorted by expert, to [S, out]; `ends` [E] is where each expert's rows end."""
-        compute = compute_format(rows, self.A.dtype)
+    @property
+    def weights(self) -> tuple[nn.Parameter, ...]:
+        return self.A, self.B
+
+    def forward(self, rows: Tensor, ends: Tensor, weights: tuple[Tensor, ...] = ()) -> Tensor:
+        """Rows [S, in], sorted by expert, to [S, out]; `ends` [E] is where each expert's rows end. `weights` are those
+        of the experts there, where that is not all."""
+        own_a, own_b = weights or self.weights
+        compute = compute_format(rows, own_a.dtype)
         # Zeros beside a rank that the kernels cannot read; their gradient is cut off again.
-        padding = -self.A.shape[1] % ALIGNED
-        down = functional.pad(self.A.to(compute), (0, 0, 0, padding)).transpose(1, 2)
-        up = functional.pad(self.B.to(compute), (0, padding)).transpose(1, 2)
+        padding = -own_a.shape[1] % ALIGNED
+        down = functional.pad(own_a.to(compute), (0, 0, 0, padding)).transpose(1, 2)
+        up = functional.pad(own_b.to(compute), (0, padding)).transpose(1, 2)
         low = grouped_product(self.dropout(rows.to(compute)), down, ends)
         return grouped_product(low, up, ends) * self.scale
 
@@ -56,7 +62,7 @@ class ExpertAdapter(nn.Module):
         """`weight` with the adapters added in: each sum in fp32, stored in the weight's format."""
         made = torch.empty_like(weight)
         for expert in range(len(weight)):
-            delta = self.scale * self.B[expert] @ self.A[expert]
+            delta = (self.scale * self.B[expert] @ self.A[expert]).to(weight.device)
             made[expert] = (weight[expert].float() + (delta.T if self.transposed else delta)).to(weight.dtype)
         return made
 

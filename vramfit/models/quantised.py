@@ -60,16 +60,21 @@ def part_name(weight: str, part: str) -> str:
     return f"{module}.packed.{leaf}.{part}".removeprefix(".")
 
 
-def quantise_into(views: Mapping[str, Tensor], name: str, source: Source, block: nn.Module) -> None:
-    """The weight `name` of a block, from its file to the parts among `views`."""
+def quantise_into(
+    views: Mapping[str, Tensor], name: str, source: Source, block: nn.Module, *, experts: int | None = None
+) -> None:
+    """The weight `name` of a block, from its file to the parts among `views`; of so many `experts` alone."""
     module, _, leaf = name.rpartition(".")
-    for part, tensor in _parts_of(block.get_submodule(module), leaf, source, torch.device("cpu")).items():
+    parts = _parts_of(block.get_submodule(module), leaf, source, torch.device("cpu"), experts=experts)
+    for part, tensor in parts.items():
         views[part_name(name, part)].copy_(tensor)
 
 
-def _parts_of(module: Any, leaf: str, source: Source, device: torch.device) -> dict[str, Tensor]:
+def _parts_of(
+    module: Any, leaf: str, source: Source, device: torch.device, *, experts: int | None = None
+) -> dict[str, Tensor]:
     """The weight `leaf` of `module`, from its file, packed on `device`."""
-    like, turned = getattr(module, leaf), getattr(module, "transposed", False)
+    like, turned = getattr(module, leaf)[:experts], getattr(module, "transposed", False)
     numbers = torch.empty(like.t().shape if turned else like.shape, dtype=like.dtype)
     source.read_into(numbers)
     return packed_weights(module)[leaf].quantised(numbers.t().contiguous() if turned else numbers, device)

@@ -6,6 +6,7 @@ error that can be told, where a map would end the process.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -109,6 +110,12 @@ class StoredTensor:
             self.file.read_into(self.offset + start * self.dtype.itemsize, part)
             flat[start : start + part.numel()].copy_(part)
         return self.nbytes
+
+    def stretch(self, first: int, last: int) -> StoredTensor:
+        """Its entries `first` to `last` (that one left out) along the first side."""
+        width = self.nbytes // self.shape[0]
+        shape = (last - first, *self.shape[1:])
+        return dataclasses.replace(self, offset=self.offset + first * width, shape=shape)
 
     def rows(self, indices: Tensor) -> Tensor:
         """Some rows [N, ...] of it, in its own format: `indices` [N] int64, in any order."""

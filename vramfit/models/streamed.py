@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,24 +16,24 @@ from torch import Tensor, nn
 
 from vramfit.config import RunConfig
 from vramfit.engine.activations import find_blocks
-from vramfit.engine.blocks import BlockStream, Layout, Tier, WideningStream
+from vramfit.engine.blocks import BlockStream, WideningStream
+from vramfit.engine.expert_slices import SliceStream
 from vramfit.engine.last_blocks import train_last_blocks
 from vramfit.engine.later import Later
 from vramfit.engine.precision import DTYPES
-from vramfit.engine.tiers import DiskTier, FilesTier, FrozenBeforeTrained, RamTier
+from vramfit.engine.tiers import FilesTier
 from vramfit.engine.visiting import VisitedBlocks, VisitingTable
 from vramfit.errors import ModelError
 from vramfit.models.attention import implementation
+from vramfit.models.block_tiers import experts_tier, shared_tier, slices_of, split_blocks
 from vramfit.models.hollow import hollow_model
 from vramfit.models.quantised import (
     PACKED,
     folder_of,
     load_buffers,
     make_quantised,
-    quantise_into,
     read,
     shape_of,
-    tensors_of,
 )
 from vramfit.models.stored import StoredTensor
 from vramfit.models.weight_sources import Source, weight_sources
@@ -73,7 +73,9 @@ def open_streamed(
             make_quantised(block, PACKED[plan.weight_format])
     turn = plan.first_trained(len(blocks))
     trains = range(turn, len(blocks)) if attach is None else range(0)
-    tier = _tier(plan, blocks, own, scratch, trains=trains)
+    split = {} if attach is None else split_blocks(plan, blocks)
+    tier = shared_tier(plan, blocks, own, scratch, trains=trains, split=split)
+    experts = experts_tier(plan, blocks, own, split, scratch) if split else None
     device = torch.device(plan.device)
     looked_up = _load_outside(model, prefix, sources, device, plan)
     head = _visiting_head(model, sources) if head_visits(plan) else None
@@ -83,70 +85,17 @@ def open_streamed(
             parameter.data = parameter.data.to(device)
     stay = plan.staying(len(blocks))
     stored = sum(layout.nbytes for layout in tier.stored) if isinstance(tier, FilesTier) else math.inf
+    stream: BlockStream
     if isinstance(tier, FilesTier) and device.type == "cpu" and stored < sum(layout.nbytes for layout in tier.layouts):
-        visits = VisitedBlocks(whole, WideningStream(tier, device, resident=stay))
+        stream = WideningStream(tier, device, resident=stay)
     else:
-        visits = VisitedBlocks(whole, BlockStream(tier, device, resident=stay, turn=turn), trains=trains)
+        stream = BlockStream(tier, device, resident=stay, turn=turn)
+    slices = None
+    if experts is not None:
+        slices = SliceStream(experts, device, slices_of(split), stay=stay, traffic=stream.traffic)
+    visits = VisitedBlocks(whole, stream, trains=trains, experts=slices)
     visits.looked_up, visits.head = looked_up, head
     return whole, visits
-
-
-# --- the tier --------------------------------------------------------------------------------------------------------
-
-
-def _tier(
-    plan: Plan, blocks: Sequence[nn.Module], own: Sequence[Mapping[str, Source]], scratch: Path, *, trains: range
-) -> Tier:
-    """Blocks on disk stay in the model's own files as long as their numbers do not change; all others are copied."""
-    layouts = [Layout(tensors_of(block)) for block in blocks]
-    in_files = plan.weight_format not in PACKED and plan.weights_tier == "disk"
-    if in_files and not trains:
-        return _files_tier(layouts, own)
-    turn = trains.start if in_files else 0
-    copied = [Layout({})] * turn + layouts[turn:]
-    tier = own_tier(plan, plan.weights_tier, copied, scratch, "blocks")
-    _fill(blocks, copied, own, tier.write, since=turn)
-    if not turn or not isinstance(tier, DiskTier):
-        return tier
-    return FrozenBeforeTrained(_files_tier(layouts, own), tier, turn=turn)
-
-
-def _files_tier(layouts: Sequence[Layout], own: Sequence[Mapping[str, Source]]) -> FilesTier:
-    stored = [_as_stored(layout, sources) for layout, sources in zip(layouts, own, strict=True)]
-    return FilesTier(layouts, own, stored)
-
-
-def own_tier(plan: Plan, where: str, layouts: Sequence[Layout], scratch: Path, name: str) -> RamTier | DiskTier:
-    """A tier of the run's own, in RAM or in a file of that name. Raises OutOfDisk."""
-    if where == "disk":
-        return DiskTier(layouts, scratch / f"{name}.bin")
-    return RamTier(layouts, pinned=plan.device != "cpu")
-
-
-def _as_stored(layout: Layout, sources: Mapping[str, Source]) -> Layout:
-    """The layout of a block in the formats of its files; what is put together on the way is as it is computed with."""
-    formats = {name: getattr(sources[name], "dtype", place.dtype) for name, place in layout.places.items()}
-    return Layout({name: (place.shape, formats[name]) for name, place in layout.places.items()})
-
-
-def _fill(
-    blocks: Sequence[nn.Module],
-    layouts: Sequence[Layout],
-    own: Sequence[Mapping[str, Source]],
-    write: Callable[[int, Tensor], None],
-    *,
-    since: int,
-) -> None:
-    """The numbers of every block from `since` on to the tier, one after another through one buffer."""
-    flat = torch.empty(max(layout.nbytes for layout in layouts), dtype=torch.uint8)
-    for index, (block, layout, sources) in list(enumerate(zip(blocks, layouts, own, strict=True)))[since:]:
-        views = layout.views(flat)
-        for name, source in sources.items():
-            if name in views:
-                source.read_into(views[name])
-            else:
-                quantise_into(views, name, source, block)
-        write(index, flat[: layout.nbytes])
 
 
 def _blocks_of(model: nn.Module) -> tuple[list[nn.Module], str]:

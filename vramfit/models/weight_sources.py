@@ -6,12 +6,14 @@ one tensor for all). `transformers` knows the ways; here they are applied to one
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from vramfit.errors import ModelError
@@ -49,6 +51,15 @@ class _Together:
             )
         return self._made.pop(name)
 
+    def some(self, experts: int, first: int, last: int) -> _Together | None:
+        """The same of some experts, where every pattern has one tensor for each of `experts`."""
+        patterns = Counter(pattern for pattern, _, _ in self.stored)
+        if set(patterns.values()) != {experts}:
+            return None
+        of_pattern = {name: [each for each in self.stored if each[0] == name] for name in patterns}
+        few = [each for several in of_pattern.values() for each in several[first:last]]
+        return _Together(first=self.first, converter=self.converter, model=self.model, stored=few)
+
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for _, _, tensor in self.stored)
@@ -62,6 +73,34 @@ class _Converted:
     def read_into(self, into: Tensor) -> int:
         into.copy_(self.group.take(self.name))
         return self.group.nbytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Some:
+    """Entries of a source along the first side, where they cannot be made without the others."""
+
+    whole: Source
+    shape: tuple[int, ...]
+    first: int
+    last: int
+
+    def read_into(self, into: Tensor) -> int:
+        made = torch.empty(self.shape, dtype=into.dtype)
+        read = self.whole.read_into(made)
+        into.copy_(made[self.first : self.last])
+        return read
+
+
+def some_experts(source: Source, shape: tuple[int, ...], first: int, last: int) -> Source:
+    """Of a source of `shape` [E, ...] the experts `first` to `last` (that one left out). The others are not read where
+    each expert has tensors of its own, or lies in one piece."""
+    if isinstance(source, StoredTensor):
+        return source.stretch(first, last)
+    if isinstance(source, _Converted):
+        few = source.group.some(shape[0], first, last)
+        if few is not None:
+            return _Converted(name=source.name, group=few)
+    return _Some(whole=source, shape=shape, first=first, last=last)
 
 
 def weight_sources(model: nn.Module, folder: Path) -> dict[str, Source]:

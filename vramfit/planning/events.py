@@ -21,7 +21,6 @@ from vramfit.planning.block import block_tape
 from vramfit.planning.memory import (
     BYTES,
     QUANTISED,
-    STREAM_SLOTS,
     Work,
     block_weights,
     compresses,
@@ -100,8 +99,8 @@ class _Run:
             self.free(whole)
         for size in self._adapters():
             self.make(size)
-        for _ in range(STREAM_SLOTS if self.work.slots else 0):
-            self.make(self.work.slots / STREAM_SLOTS)
+        for size in self.work.slot_sizes:
+            self.make(size)
         for _ in range(2 if self.work.program.copies_buffers else 1):
             self.make(self.work.buffers)
         self.make(self.work.buckets)

@@ -34,6 +34,7 @@ from vramfit.planning.block import BlockMemory, Formats, block_memory
 from vramfit.planning.optimizer_memory import Weight, state_bytes, step_bytes
 from vramfit.planning.plan import MEMORY_KINDS, MemoryEstimate, MemoryKind, PhaseMemory, Plan, Workload
 from vramfit.planning.program import OURS, Program
+from vramfit.planning.slots import SplitBlock, slot_bytes, split_block
 from vramfit.planning.tape import Moment
 from vramfit.units import GIB
 
@@ -417,11 +418,32 @@ class Work:
 
     @property
     def slots(self) -> float:
-        """Places for the blocks that visit, and for their gradients where they train."""
+        """All places for the blocks that visit."""
+        return sum(self.slot_sizes)
+
+    @cached_property
+    def slot_sizes(self) -> tuple[float, ...]:
+        """Places for the blocks that visit, with those for their gradients where they train; for slices of experts."""
         if not self.streams or self.shares_weights or self.plan.resident_blocks >= self.architecture.layers:
-            return 0.0
+            return ()
         gradients = 0.0 if self.plan.lora_rank else self.gradient * max(self.block_trained)
-        return STREAM_SLOTS * (max(self.block_bytes) + gradients)
+        pairs = zip(self.split, self.block_bytes, strict=True)
+        parts = [split or SplitBlock.undivided(whole) for split, whole in pairs]
+        block, of_experts = max(each.shared for each in parts), max(each.slice for each in parts)
+        return (block + gradients,) * STREAM_SLOTS + (of_experts,) * (STREAM_SLOTS if of_experts else 0)
+
+    @cached_property
+    def split(self) -> tuple[SplitBlock | None, ...]:
+        """Of each block its parts, None where it comes whole."""
+        return split_blocks(self.architecture, self.plan, self.program)
+
+    def sent(self, layer: int, *, back: bool) -> float:
+        """What waits between the parts of a split block, of all micro-batches: what its experts are given and their
+        sums; on the way back the gradient of their answer and sums of gradients. Sums are fp32."""
+        if self.split[layer] is None:
+            return 0.0
+        each = self.tokens * _sent_of_token(self.architecture, self.formats.residual, back=back)
+        return self.micro_batches_at_once * each
 
     @property
     def adapters(self) -> float:
@@ -651,7 +673,8 @@ class Work:
                 continue
             if self.recomputes(layer):
                 selected = block.selected if self.keeps_products else 0.0
-                found.append(((block.input if self.plan.input_tier == "device" else 0.0) + selected) * self.tokens)
+                waits = block.input * self._waiting_of(layer) if self.plan.input_tier == "device" else 0.0
+                found.append((waits + selected) * self.tokens)
                 continue
             found.append(((block.input if block.input_saved else 0.0) + block.saved) * self.tokens)
         return tuple(found)
@@ -680,7 +703,13 @@ class Work:
         if self.plan.input_tier == "device":
             return 0.0
         passes = self.plan.accumulation if self.streams else 1
-        return passes * self.plan.recompute * self.stream
+        again = filter(self.recomputes, range(self.architecture.layers))
+        return passes * sum(map(self._waiting_of, again)) * self.stream
+
+    def _waiting_of(self, layer: int) -> int:
+        """Hidden states of a recomputed block that wait for backward: its input, and where it is split the answer of
+        its experts."""
+        return 1 if self.split[layer] is None else 2
 
     @property
     def final_norm(self) -> float:
@@ -732,7 +761,7 @@ class Work:
                 self.phase(
                     "forward",
                     gradients=self.held,
-                    kept=self.kept_before(layer + 1) + self.mask,
+                    kept=self.kept_before(layer + 1) + self.mask + self.sent(layer, back=False),
                     working=(moment.per_token + before + (block.input if passed else 0.0)) * self.tokens,
                     weights=self.root + casts,
                     dequantised=self._unpacked_at(moment),
@@ -863,7 +892,8 @@ class Work:
             + own_input
             + self._held_inputs(layer)
             + self.held_mask
-            + self._other_gradients,
+            + self._other_gradients
+            + self.sent(layer, back=True),
             working=moment.alive(self.tokens) + output,
             logits=self.held_logits,
             weights=self.root + self.gathered(layer) + casts,
@@ -949,11 +979,11 @@ class Work:
                 self.phase(
                     "evaluation",
                     working=(block.input + block.returned + moment.per_token) * self.tokens,
-                    kept=self.mask,
+                    kept=self.mask + self.sent(layer, back=False),
                     weights=casts + self.root,
                     dequantised=self._unpacked_at(moment),
                 )
-                for block in {id(block): block for block in self.blocks}.values()
+                for layer, block in {id(block): (at, block) for at, block in enumerate(self.blocks)}.values()
                 for moment in block.evaluation
             ),
             key=lambda phase: phase.total_bytes,
@@ -1091,6 +1121,49 @@ def _block_weight_bytes(architecture: Architecture, layer: int, plan: Plan, prog
     packed = sum(linear.weights for linear in architecture.linears(layer) if program.kernels.packs(linear))
     linears = min(params, packed)  # a counted block may have fewer parameters than its shape says
     return BYTES[plan.weight_format] * linears + BYTES[plan.compute] * (params - linears)
+
+
+def _sent_of_token(architecture: Architecture, size: float, *, back: bool) -> float:
+    """Bytes of a token that wait between the parts of a split block, with hidden states of `size` bytes a number."""
+    return architecture.hidden_size * (4.0 + size * (2 if back else 1))
+
+
+def slot_bytes_of(architecture: Architecture, plan: Plan, tokens: int, program: Program = OURS) -> int:
+    """`Plan.slot_bytes` of a plan whose blocks visit, with so many tokens a step: 0 where each block may come whole, or
+    has to, or what a split one keeps of the tokens is more than it saves."""
+    if not plan.lora_rank or not any(_experts_in_one(architecture, layer) for layer in _kinds_of(architecture)):
+        return 0
+    blocks = {layer: _block_weight_bytes(architecture, layer, plan, program) for layer in _kinds_of(architecture)}
+    wanted = slot_bytes(max(blocks.values()), plan.budget_bytes)
+    split = split_blocks(architecture, dataclasses.replace(plan, slot_bytes=wanted), program)
+    parts = {layer: split[layer] or SplitBlock.undivided(size) for layer, size in blocks.items()}
+    left = max(each.shared for each in parts.values()) + max(each.slice for each in parts.values())
+    keeps = tokens * _sent_of_token(architecture, BYTES[plan.compute], back=True)
+    return wanted if STREAM_SLOTS * (max(blocks.values()) - left) > keeps else 0
+
+
+def split_blocks(architecture: Architecture, plan: Plan, program: Program = OURS) -> tuple[SplitBlock | None, ...]:
+    """Of each block its parts, None where it comes whole."""
+    if not plan.slot_bytes or not plan.lora_rank:
+        return (None,) * architecture.layers
+
+    def of_block(layer: int) -> SplitBlock | None:
+        own = _experts_in_one(architecture, layer)
+        stored = BYTES[plan.weight_format] * sum(linear.weights for linear in own)
+        whole = _block_weight_bytes(architecture, layer, plan, program)
+        return split_block(whole, stored, own[0].copies if own else 0, plan.slot_bytes)
+
+    return _by_kind(architecture, of_block)
+
+
+def _experts_in_one(architecture: Architecture, layer: int) -> tuple[Linear, ...]:
+    """The matrices of a block whose experts lie in one tensor, of which any can be taken."""
+    return tuple(each for each in architecture.linears(layer) if each.part == "expert" and not each.module)
+
+
+def _kinds_of(architecture: Architecture) -> set[int]:
+    """A block of each kind."""
+    return set(_by_kind(architecture, lambda layer: layer))
 
 
 def _by_kind(

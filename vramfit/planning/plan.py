@@ -84,13 +84,14 @@ class Plan:
     `optimizer_bits` are of one state of one parameter; `optimizer_tier` where states live; `optimizer_in_backward`
     steps a parameter as soon as its gradient is there, `clip_passes` is 2 where the gradient's norm is found in a pass
     of its own before that; `optimizer_paged` lets the driver move states to RAM. `weights_tier` other than device
-    streams the blocks through two slots, all but `resident_blocks` that stay. `saved_modules` ("embedding", "head") are
-    trained whole beside adapters. `dora` trains lengths of columns beside LoRA; `lora_experts` has adapters beside each
-    expert. `last_blocks` other than 0: of the weights only those of so many blocks train, the last ones, and of what
-    comes after them, but for a head that is the embedding's table. Blocks before them are frozen: nothing of them is
-    kept or recomputed, and the first blocks of `recompute` and `compress` are the first of those that train.
-    `compiled`: a compiler fuses what lies between matrix products, in torch's `compile_mode`. `calibrates`: now
-    and then a micro-batch is computed in fp32, too.
+    streams the blocks through two slots, all but `resident_blocks` that stay. `slot_bytes` other than 0 is the most
+    that a slot is to have: a mixture's block of more comes in parts, its experts some at a time. `saved_modules`
+    ("embedding", "head") are trained whole beside adapters. `dora` trains lengths of columns beside LoRA;
+    `lora_experts` has adapters beside each expert. `last_blocks` other than 0: of the weights only those of so many
+    blocks train, the last ones, and of what comes after them, but for a head that is the embedding's table. Blocks
+    before them are frozen: nothing of them is kept or recomputed, and the first blocks of `recompute` and `compress`
+    are the first of those that train. `compiled`: a compiler fuses what lies between matrix products, in torch's
+    `compile_mode`. `calibrates`: now and then a micro-batch is computed in fp32, too.
     """
 
     method: Method
@@ -100,6 +101,7 @@ class Plan:
     weight_format: WeightFormat
     weights_tier: Tier = "device"
     resident_blocks: int = 0
+    slot_bytes: int = 0
     trained_format: Literal["fp32", "bf16", "fp16"] = "fp32"
     optimizer: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = "adamw"
     optimizer_bits: Literal[32, 16, 8, 4] = 32

@@ -10,6 +10,7 @@ from vramfit.hardware.devices import Device
 from vramfit.models.architecture import Architecture
 from vramfit.planning.abilities import missing
 from vramfit.planning.idle_wishes import idle_choices
+from vramfit.planning.memory import split_blocks
 from vramfit.planning.plan import Alternative, Choice, Plan, Workload
 from vramfit.planning.rates import rates_of
 from vramfit.planning.search import Candidate, Search
@@ -127,11 +128,20 @@ def _place_choices(plan: Plan, architecture: Architecture) -> Iterator[Choice]:
             value=say("streaming.blocks", count=visitors, layers=architecture.layers),
             reason=say("streaming" if visitors else "streaming.stay", place=place),
         )
+        yield from _split_choice(plan, architecture)
     if plan.optimizer_tier != "device":
         place = say(f"place.{plan.optimizer_tier}")
         yield Choice(setting="optimizer states", value=place, reason=say("optimizer.place", place=place))
     if plan.input_tier != "device" and plan.weights_tier == "device":
         yield Choice(setting="block inputs", value=say("place.host"), reason=say("inputs.host"))
+
+
+def _split_choice(plan: Plan, architecture: Architecture) -> Iterator[Choice]:
+    """Experts of a large block that come some at a time."""
+    found = [each for each in split_blocks(architecture, plan) if each is not None]
+    if found and plan.resident_blocks < architecture.layers:
+        value = say("split.slices", count=found[0].slices, size=format_bytes(found[0].slice))
+        yield Choice(setting="expert slices", value=value, reason=say("split", size=format_bytes(found[0].whole)))
 
 
 def _wear_choice(found: Candidate) -> Iterator[Choice]:

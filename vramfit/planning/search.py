@@ -17,7 +17,7 @@ from vramfit.config import RunConfig
 from vramfit.hardware.devices import Device, Machine
 from vramfit.models.architecture import Architecture
 from vramfit.planning.abilities import DESIGNED, ENGINE, Abilities, missing
-from vramfit.planning.memory import estimate_memory, weight_bytes
+from vramfit.planning.memory import estimate_memory, slot_bytes_of, weight_bytes
 from vramfit.planning.plan import MemoryEstimate, Plan, SpeedEstimate, Workload
 from vramfit.planning.speed import estimate_speed
 from vramfit.planning.start import Start, checkpoints_at_end, sequences_of_step, start
@@ -154,6 +154,13 @@ class Search:
         """How many blocks have a backward, so that their activations cost something."""
         return self.start.plan.trained_layers(self.architecture.layers)
 
+    @cached_property
+    def _slot_bytes(self) -> int:
+        """Of plans whose blocks visit."""
+        longest = self.start.plan.max_length
+        length = longest if self.start.plan.packing else min(longest, self.workload.longest_tokens)
+        return slot_bytes_of(self.architecture, self.start.plan, self.sequences * length)
+
     # --- families ----------------------------------------------------------------------------------------------------
 
     def families(self) -> list[Family]:
@@ -170,7 +177,8 @@ class Search:
             keep = True  # blocks that visit are neither compiled nor changed
         if self.device.kind == "cpu":
             if not keep:
-                there = {"optimizer_tier": "disk"} if trains_all else {}
+                there: dict[str, Any] = {"optimizer_tier": "disk"} if trains_all else {}
+                there |= {"slot_bytes": self._slot_bytes} if self._slot_bytes else {}
                 yield Family(name="streaming from disk", changes={"weights_tier": "disk", **there})
             return
         adamw = trains_all and self.start.plan.optimizer == "adamw"
@@ -185,12 +193,17 @@ class Search:
             yield Family(name="split among the cards (FSDP)", changes={"cards": self.cards, "sharding": "fsdp"})
         if not keep and may_leave:
             # Blocks visit in the 16 bits they are computed with; the fp32 weights stay with the states.
+            slots = {"slot_bytes": self._slot_bytes} if self._slot_bytes else {}
             narrow = trains_all and self.start.plan.compute == "bf16" and wishes.trained_weights != "fp32"
             visit = {"trained_format": "bf16", "weight_format": "bf16"} if narrow else {}
             states = {"optimizer_tier": "host", **visit} if trains_all else {}
-            yield Family(name="streaming from RAM", changes={"weights_tier": "host", "input_tier": "host", **states})
+            yield Family(
+                name="streaming from RAM", changes={"weights_tier": "host", "input_tier": "host", **slots, **states}
+            )
             states = {"optimizer_tier": "disk", **visit} if trains_all else {}
-            yield Family(name="streaming from disk", changes={"weights_tier": "disk", "input_tier": "host", **states})
+            yield Family(
+                name="streaming from disk", changes={"weights_tier": "disk", "input_tier": "host", **slots, **states}
+            )
 
     def is_hopeless(self, family: Family) -> bool:
         """Whether the weights alone are more than the tier has that they would lie on: known without an estimate."""

@@ -21,6 +21,7 @@ that must arrive, the last that must leave, and the units that a collective take
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -35,6 +36,7 @@ from vramfit.planning.memory import (
     formats_of,
     head_trains,
     moment_bytes,
+    split_blocks,
     trained_outside,
     trained_params,
     weight_bytes,
@@ -43,6 +45,7 @@ from vramfit.planning.operations import BlockWork, block_work
 from vramfit.planning.plan import Plan, SpeedEstimate, Workload
 from vramfit.planning.program import OURS, Program
 from vramfit.planning.rates import Rates, rates_of
+from vramfit.planning.slots import SplitBlock
 
 ATTENTION_BACKWARD: Final = 0.85
 """Attention's backward against its forward in FLOP/s (FlashAttention-2's own figures)."""
@@ -74,6 +77,10 @@ SMALL_COLLECTIVE_SECONDS: Final = 30e-6
 
 UNPACKED_BYTES: Final = 2.1
 """Written per weight that is unpacked to 16 bits, scales read beside."""
+
+FORWARD_KERNELS_OF_SLICE: Final = 16
+BACKWARD_KERNELS_OF_SLICE: Final = 60
+"""For one micro-batch's rows of a slice of experts: picked, sent through both products, weighted, added to the sums."""
 
 KERNELS_OUTSIDE: Final = 60
 """Embedding, final norm, head, loss and their backward."""
@@ -220,12 +227,14 @@ class _Busy:
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """Blocks that do the same: how many, how many of them have a backward, what one does, and whether it slides."""
+    """Blocks that do the same: how many, how many of them have a backward, what one does, whether it slides, and in
+    which parts it comes, if it does."""
 
     count: int
     back: int
     work: BlockWork
     slides: bool
+    split: SplitBlock | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +261,7 @@ class _Step:
     def kinds(self) -> tuple[_Kind, ...]:
         """The blocks, by whether they have experts and whether they slide."""
         shape, first = self.architecture, self.plan.first_trained(self.architecture.layers)
+        split = split_blocks(shape, self.plan, self.program)
         alike: dict[tuple[bool, bool], list[int]] = {}
         for layer in range(shape.layers):
             kind = bool(shape.experts and shape.experts.at(layer)), shape.slides(layer)
@@ -262,6 +272,7 @@ class _Step:
                 back=sum(layer >= first for layer in layers),
                 work=block_work(shape, layers[0], self.formats, compiled=self.plan.compiled),
                 slides=slides,
+                split=split[layers[0]],
             )
             for (_, slides), layers in alike.items()
         )
@@ -312,7 +323,16 @@ class _Step:
         total = self.head() + _Busy(0.0, self.weight_traffic / self.rates.bandwidth)
         for kind in self.kinds:
             total += self.forward(kind).times(kind.count) + (self.again(kind) + self.backward(kind)).times(kind.back)
+            if kind.split is not None:
+                total += self.around_experts(kind).times(2 * kind.count)
         return total
+
+    def around_experts(self, kind: _Kind) -> _Busy:
+        """The forward of what is not an expert, which a split block does once more on each way; of what lies between
+        products, half."""
+        around = tuple(product for product in kind.work.products if product.copies == 1)
+        found = self.forward(dataclasses.replace(kind, work=dataclasses.replace(kind.work, products=around)))
+        return _Busy(found.compute, found.memory / 2)
 
     @property
     def recomputed(self) -> float:
@@ -416,6 +436,11 @@ class _Step:
             + KERNELS_OUTSIDE / 3
         )
         backward = sum(kind.back * kind.work.backward_kernels for kind in self.kinds) + KERNELS_OUTSIDE * 2 / 3
+        for kind in self.kinds:
+            if kind.split is not None:
+                slices = kind.count * kind.split.slices
+                forward += 2 * kind.count * kind.work.forward_kernels + FORWARD_KERNELS_OF_SLICE * slices
+                backward += BACKWARD_KERNELS_OF_SLICE * slices
         kernels = forward * self.rates.forward_launch + backward * self.rates.backward_launch
         hooks = UNIT_SECONDS * sum(self.gathers) if self.shares_weights else 0.0
         return self.passes * (kernels + hooks)

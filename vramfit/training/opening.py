@@ -81,7 +81,8 @@ def _streaming_all(config: RunConfig, plan: Plan, *, scratch: Path) -> ResidentE
     """Where the blocks that visit train."""
     from vramfit.engine.streaming import StreamingExecutor
     from vramfit.engine.trained_blocks import TrainedBlocks
-    from vramfit.models.streamed import open_streamed, own_tier
+    from vramfit.models.block_tiers import own_tier
+    from vramfit.models.streamed import open_streamed
 
     model, visits = open_streamed(config, plan, scratch=scratch)
     optimizer, stand_ins = build_host_optimizer(model, config.schedule, plan, seed=config.seed)
