@@ -62,7 +62,7 @@ SLOT = {"qlora": 30_000, "lora": 210_000}
 def opened(
     folder: Path, plan: Plan, tmp_path: Path, *, split: bool = False, experts: bool = False, dropout: float = 0.0
 ) -> StreamingExecutor:
-    """Three blocks that visit, with adapters beside their linears and perhaps their experts."""
+    """Blocks that visit, with adapters beside their linears and perhaps their experts."""
     plan = dataclasses.replace(plan, slot_bytes=SLOT[plan.method] if split else 0)
     model, visits = open_streamed(
         a_config(folder, plan.method),
@@ -78,34 +78,33 @@ def opened(
 
 
 def mixtral(tmp_path: Path, **changes: Any) -> Path:
-    return saved("mixtral", tmp_path / "model", **{"num_hidden_layers": 3, **MIXTRAL, **changes})
+    return saved("mixtral", tmp_path / "model", **{"num_hidden_layers": 2, **MIXTRAL, **changes})
 
 
 @pytest.mark.parametrize(
     ("family", "changes"), [("mixtral", MIXTRAL), ("deepseek_v3", LATENT), ("qwen3_moe", QWEN3), ("gpt_oss", OSS)]
 )
 def test_in_few_bits(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    folder = saved(family, tmp_path / "model", num_hidden_layers=3, **changes)
+    folder = saved(family, tmp_path / "model", num_hidden_layers=2, **changes)
     plan = a_plan("qlora", weights_tier="host", attention="eager" if family == "gpt_oss" else "sdpa")
     here = opened(folder, plan, tmp_path, split=True)
-    assert len(here.visits.split) == 3 - (family in ("deepseek_v3", "qwen3_moe"))
+    assert len(here.visits.split) == 2 - (family in ("deepseek_v3", "qwen3_moe"))
 
-    assert_equal_runs(opened(folder, plan, tmp_path), here)
+    assert_equal_runs(opened(folder, plan, tmp_path), here, steps=1)
 
 
-@pytest.mark.parametrize(("tier", "stay"), [("host", 1), ("disk", 0), ("disk", 3)])
+@pytest.mark.parametrize(("tier", "stay"), [("host", 1), ("disk", 0), ("disk", 2)])
 def test_plain_weights_give_the_bits_of_the_resident_run(tier: Any, stay: int, tmp_path: Path) -> None:
     """Two experts for each token: their sum is the same in either order, which is the library's own."""
     folder = mixtral(tmp_path, num_experts_per_tok=2)
     plan = a_plan()
     here = opened(folder, dataclasses.replace(plan, weights_tier=tier, resident_blocks=stay), tmp_path, split=True)
-    assert len(here.visits.split) == 3
+    assert len(here.visits.split) == 2
 
     assert_equal_runs(resident(folder, plan, tmp_path), here)
 
 
-@pytest.mark.parametrize("method", ["lora", "qlora"])
-@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(("method", "at_once"), [("lora", False), ("qlora", True)])
 def test_adapters_beside_experts(method: str, at_once: bool, tmp_path: Path) -> None:
     folder = mixtral(tmp_path)
     plan = a_plan(method, weights_tier="disk", lora_experts=True, optimizer_in_backward=at_once, clip_passes=1)
@@ -126,20 +125,20 @@ def test_every_slice_comes_twice_a_step_however_many_micro_batches(tmp_path: Pat
         executor.step(batches()[:count], 1e-3)
         moved.append(executor.visits.stream.traffic.moved_bytes - before)
 
-    # What is around the experts of two blocks fits its two places, and is there.
+    # What is around the experts of the other block is there already.
     assert moved == [2 * slices] * 3
 
 
 def test_blocks_may_go_and_stay_between_steps(tmp_path: Path) -> None:
     folder = mixtral(tmp_path)
-    plan = a_plan("qlora", weights_tier="host", resident_blocks=3)
+    plan = a_plan("qlora", weights_tier="host", resident_blocks=2)
     there, here = opened(folder, plan, tmp_path), opened(folder, plan, tmp_path, split=True)
-    staying = here.reading().at_rest
-    for stays in (["visit", "stay", "visit"], ["visit"] * 3, ["stay", "visit", "stay"]):
+    for stays in (["visit", "stay"], ["visit", "visit"], ["stay", "visit"]):
         here.set_stays(stays)  # type: ignore[arg-type]
         assert_equal_runs(there, here, steps=1)
-    assert here.stays == ["stay", "visit", "stay"]
-    assert here.reading().at_rest == staying  # blocks that stay need not
+    whole = there.visits.stream.tier.layouts[0].nbytes
+    assert here.stays == ["stay", "visit"]
+    assert here.visits.staying_bytes == pytest.approx(whole, rel=0.05)
 
 
 def test_the_device_never_holds_more_than_the_places(tmp_path: Path) -> None:
@@ -151,8 +150,11 @@ def test_the_device_never_holds_more_than_the_places(tmp_path: Path) -> None:
     executor = opened(folder, plan, tmp_path, split=True)
     places = sorted(executor.visits.places.values())
 
-    assert places == pytest.approx(sorted(work.slot_sizes), rel=0.1)
-    assert max(places) < max(work.block_bytes) / 2
+    # Each small tensor begins at a multiple of 256 bytes.
+    assert len(places) == len(work.slot_sizes) == 4
+    for place, size in zip(places, sorted(work.slot_sizes), strict=True):
+        assert size <= place < size + 256 * 50
+    assert max(places) < 0.6 * max(work.block_bytes)
 
 
 def test_experts_that_are_split_have_a_smaller_peak(tmp_path: Path) -> None:
@@ -161,10 +163,15 @@ def test_experts_that_are_split_have_a_smaller_peak(tmp_path: Path) -> None:
     peaks = []
     for split in (False, True):
         executor = opened(folder, plan, tmp_path, split=split)
-        peaks.append(max(executor.step(batches()[:1], 1e-3).peak_allocated for _ in range(2)))
+        peaks.append(max(_peak_of(executor) for _ in range(2)))
 
     block = 16 * 3 * 64 * 512 * 4
     assert peaks[1] < peaks[0] - 1.5 * block
+
+
+def _peak_of(executor: StreamingExecutor) -> int:
+    executor.step(batches()[:1], 1e-3)
+    return executor.memory()[0]
 
 
 def test_text_and_parts_of_the_merged_model(tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ from vramfit.engine.optimizers import build_host_optimizer, build_optimizer
 from vramfit.engine.resident import ResidentExecutor
 from vramfit.engine.streaming import StreamingExecutor
 from vramfit.engine.trained_blocks import TrainedBlocks
+from vramfit.models.block_tiers import own_tier
 from vramfit.models.load import load_model
-from vramfit.models.streamed import open_streamed, own_tier
+from vramfit.models.streamed import open_streamed
 from vramfit.planning.plan import Plan
 
 FAMILIES = [(family, changes) for family, changes in TINY if family not in ("gpt_neo",)]
