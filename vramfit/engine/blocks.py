@@ -1,9 +1,9 @@
 """Blocks that visit the device: where their bytes live, the places they come to, and the traffic between.
 
 A block's tensors lie in one flat buffer, in the order of its layout. A few slots on the device receive blocks in turn
-while the block before is computed; some blocks may stay for good. What is fetched next is known: forward goes up,
-backward comes down, and the next step goes up again. So the slot given up is always the one whose block is needed last,
-and the blocks at the turning points need not be fetched twice.
+while the block before is computed, several small ones together; some blocks may stay for good. What is fetched next is
+known: forward goes up, backward comes down, and the next step goes up again. So the slot given up is always the one
+whose block is needed last, and the blocks at the turning points need not be fetched twice.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final, Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from vramfit.planning.slots import groups_of
 
 ALIGNMENT: Final = 256
 """Bytes a tensor of a block begins at a multiple of: what copies and kernels of cards like."""
@@ -89,11 +92,11 @@ class Traffic:
 
 
 class _Slot:
-    """A buffer on the device, the block in it, and when it may be used or overwritten."""
+    """A buffer on the device, the blocks in it one after another, and when it may be used or overwritten."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.block: int | None = None
+        self.blocks: tuple[int, ...] = ()
         self.arriving: Future[float] | None = None
         self.arrived: torch.Event | None = None
         self.left: torch.Event | None = None
@@ -103,8 +106,8 @@ class BlockStream:
     """Brings blocks to the device, ahead of need. For one thread; another one fetches.
 
     `resident` blocks are brought once and stay. `slots` buffers of the largest other block's size take the rest in
-    turns; with fewer than two nothing is fetched ahead. The way down turns at block `turn`: those before it are only
-    passed on the way up.
+    turns, or as many of them together as have `together` bytes; with fewer than two nothing is fetched ahead. The way
+    down turns at block `turn`: those before it are only passed on the way up.
     """
 
     def __init__(
@@ -115,9 +118,10 @@ class BlockStream:
         resident: Collection[int] = (),
         slots: int = 2,
         turn: int = 0,
+        together: int = 0,
         traffic: Traffic | None = None,
     ) -> None:
-        self.tier, self.device, self.turn = tier, device, turn
+        self.tier, self.device, self.turn, self._together = tier, device, turn, together
         self.traffic = traffic or Traffic()
         self._count = len(tier.layouts)
         self._resident: dict[int, Tensor] = {}
@@ -127,6 +131,7 @@ class BlockStream:
             self._resident[block] = self._brought(block)
         self._wanted_slots = slots
         self._slots: list[_Slot] = []
+        self._group_of: dict[int, tuple[int, ...]] = {}
         self._staging: list[Tensor] = []
         self._current: _Slot | None = None
         self._make_slots()
@@ -153,8 +158,9 @@ class BlockStream:
         slot = self._slot_of(block) or self._fetch(block, direction)
         self._await(slot)
         self._current = slot
-        self._fetch_ahead(block, direction)
-        return self.tier.layouts[block].views(slot.flat)
+        self._fetch_ahead(slot.blocks[-1 if direction == "up" else 0], direction)
+        part = self._parts_of(slot.flat, slot.blocks)[slot.blocks.index(block)]
+        return self.tier.layouts[block].views(part)
 
     def forget(self, block: int) -> None:
         """The tier's copy has changed: what is on the device of it is old."""
@@ -163,7 +169,7 @@ class BlockStream:
         slot = self._slot_of(block)
         if slot is not None:
             self._await(slot)
-            slot.block = None
+            slot.blocks = ()
 
     @property
     def staying_bytes(self) -> int:
@@ -181,9 +187,12 @@ class BlockStream:
         self._make_slots()
 
     def _make_slots(self) -> None:
-        """Room for the largest of the blocks that visit; what there is stays, with what is in it, where it will do."""
-        visiting = [layout.nbytes for block, layout in enumerate(self.tier.layouts) if block not in self._resident]
-        count, nbytes = min(self._wanted_slots, len(visiting)), max(visiting, default=0)
+        """Room for the largest of the groups that visit; what there is stays, with what is in it, where it will do."""
+        visiting = {block: self._nbytes(block) for block in range(self._count) if block not in self._resident}
+        groups = groups_of(visiting, self._together, turn=self.turn)
+        self._group_of = {block: group for group in groups for block in group}
+        sizes = [sum(map(self._nbytes, group)) for group in groups]
+        count, nbytes = min(self._wanted_slots, len(groups)), max(sizes, default=0)
         if len(self._slots) == count and all(slot.flat.nbytes >= nbytes for slot in self._slots):
             return
         self._current = None
@@ -197,8 +206,11 @@ class BlockStream:
 
     # --- coming and going --------------------------------------------------------------------------------------------
 
+    def _nbytes(self, block: int) -> int:
+        return self.tier.layouts[block].nbytes
+
     def _slot_of(self, block: int) -> _Slot | None:
-        return next((slot for slot in self._slots if slot.block == block), None)
+        return next((slot for slot in self._slots if block in slot.blocks), None)
 
     def _fetch_ahead(self, block: int, direction: Direction) -> None:
         """Begin to bring the next block that does not stay, unless every slot holds something needed sooner."""
@@ -218,39 +230,54 @@ class BlockStream:
         return next((each for each in range(self.turn) if each not in self._resident), None)
 
     def _fetch(self, block: int, direction: Direction) -> _Slot:
-        """Into the slot whose block is needed last of all: the farthest behind. Never into the one computed with."""
-        free = [slot for slot in self._slots if slot.block is None]
-        used = [slot for slot in self._slots if slot.block is not None and slot is not self._current]
+        """With the blocks that come together with it, into the slot whose blocks are needed last of all: the farthest
+        behind. Never into the one computed with."""
+        free = [slot for slot in self._slots if not slot.blocks]
+        used = [slot for slot in self._slots if slot.blocks and slot is not self._current]
         farthest = min if direction == "up" else max
-        slot = free[0] if free else farthest(used, key=lambda slot: slot.block or 0)
+        slot = free[0] if free else farthest(used, key=lambda slot: slot.blocks[0])
         self._await(slot)
-        slot.block = block
-        self.traffic.visits += 1
-        self.traffic.moved_bytes += self.tier.layouts[block].nbytes
-        slot.arriving = self._fetcher.submit(self._fill, slot, block)
+        slot.blocks = self._group_of[block]
+        self.traffic.visits += len(slot.blocks)
+        self.traffic.moved_bytes += sum(map(self._nbytes, slot.blocks))
+        slot.arriving = self._fetcher.submit(self._fill, slot, slot.blocks)
         return slot
 
-    def _fill(self, slot: _Slot, block: int) -> float:
-        """On the fetching thread: the block's bytes into the slot. Returns the seconds it took."""
+    def _fill(self, slot: _Slot, blocks: tuple[int, ...]) -> float:
+        """On the fetching thread: the blocks' bytes into the slot. Returns the seconds it took."""
         began = time.perf_counter()
-        nbytes = self.tier.layouts[block].nbytes
+        parts = self._parts_of(slot.flat, blocks)
         if self._copies is None:
-            self._read(block, slot.flat[:nbytes])
+            for block, part in zip(blocks, parts, strict=True):
+                self._read(block, part)
             return time.perf_counter() - began
-        source = self.tier.resident(block)
-        if source is None:
-            # Two buffers in turn: while one is on its way to the device the next block is read into the other.
-            self._staging.reverse()
-            source = self._staging[0][:nbytes]
-            if slot.arrived is not None:
-                slot.arrived.synchronize()
-            self._read(block, source)
+        sources = [self.tier.resident(block) for block in blocks]
+        if any(source is None for source in sources):
+            sources = self._staged(slot, blocks)
         with self._copies:
             if slot.left is not None:
                 self._copies.wait_event(slot.left)
-            slot.flat[:nbytes].copy_(source[:nbytes], non_blocking=True)
+            for part, source in zip(parts, sources, strict=True):
+                assert source is not None
+                part.copy_(source[: part.numel()], non_blocking=True)
             slot.arrived = self._copies.record_event()
         return time.perf_counter() - began
+
+    def _staged(self, slot: _Slot, blocks: tuple[int, ...]) -> list[Tensor | None]:
+        """Blocks that have to be read. Two buffers in turn: while one is on its way to the device the next blocks are
+        read into the other."""
+        self._staging.reverse()
+        if slot.arrived is not None:
+            slot.arrived.synchronize()
+        found = self._parts_of(self._staging[0], blocks)
+        for block, part in zip(blocks, found, strict=True):
+            self._read(block, part)
+        return list(found)
+
+    def _parts_of(self, flat: Tensor, blocks: Sequence[int]) -> list[Tensor]:
+        """Where each of these blocks lies, one after another."""
+        ends = list(accumulate(map(self._nbytes, blocks)))
+        return [flat[end - self._nbytes(block) : end] for block, end in zip(blocks, ends, strict=True)]
 
     def _read(self, block: int, into: Tensor) -> None:
         source = self.tier.resident(block)
@@ -267,7 +294,7 @@ class BlockStream:
         try:
             self.traffic.read_seconds += arriving.result()
         except BaseException:
-            slot.block = None
+            slot.blocks = ()
             raise
         finally:
             self.traffic.waited_seconds += time.perf_counter() - began
@@ -340,12 +367,12 @@ class WideningStream(BlockStream):
         narrow, wide = self._stored.stored[block].views(self._narrow), self.tier.layouts[block].views(slot.flat)
         for name, tensor in wide.items():
             tensor.copy_(narrow[name])
-        slot.block, self._narrow_block = block, None
+        slot.blocks, self._narrow_block = (block,), None
         return slot
 
     def _fetch_ahead(self, block: int, direction: Direction) -> None:
         ahead = self._ahead_of(block, direction)
-        if ahead is not None and self._narrow_block != ahead and self._slots and self._slots[0].block != ahead:
+        if ahead is not None and self._narrow_block != ahead and self._slots and ahead not in self._slots[0].blocks:
             self._read_ahead(ahead)
 
     def _read_ahead(self, block: int) -> None:

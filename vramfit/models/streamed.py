@@ -89,7 +89,7 @@ def open_streamed(
     if isinstance(tier, FilesTier) and device.type == "cpu" and stored < sum(layout.nbytes for layout in tier.layouts):
         stream = WideningStream(tier, device, resident=stay)
     else:
-        stream = BlockStream(tier, device, resident=stay, turn=turn)
+        stream = BlockStream(tier, device, resident=stay, turn=turn, together=plan.slot_bytes)
     slices = None
     if experts is not None:
         slices = SliceStream(experts, device, slices_of(split), stay=stay, traffic=stream.traffic)

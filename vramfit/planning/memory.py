@@ -34,7 +34,7 @@ from vramfit.planning.block import BlockMemory, Formats, block_memory
 from vramfit.planning.optimizer_memory import Weight, state_bytes, step_bytes
 from vramfit.planning.plan import MEMORY_KINDS, MemoryEstimate, MemoryKind, PhaseMemory, Plan, Workload
 from vramfit.planning.program import OURS, Program
-from vramfit.planning.slots import SplitBlock, slot_bytes, split_block
+from vramfit.planning.slots import SplitBlock, groups_of, slot_bytes, split_block
 from vramfit.planning.tape import Moment
 from vramfit.units import GIB
 
@@ -429,7 +429,11 @@ class Work:
         gradients = 0.0 if self.plan.lora_rank else self.gradient * max(self.block_trained)
         pairs = zip(self.split, self.block_bytes, strict=True)
         parts = [split or SplitBlock.undivided(whole) for split, whole in pairs]
-        block, of_experts = max(each.shared for each in parts), max(each.slice for each in parts)
+        stay = self.plan.staying(self.architecture.layers)
+        visit = {layer: each.shared for layer, each in enumerate(parts) if layer not in stay}
+        groups = groups_of(visit, self.plan.slot_bytes, turn=self.first)
+        block = max(sum(visit[layer] for layer in group) for group in groups)
+        of_experts = max(each.slice for each in parts)
         return (block + gradients,) * STREAM_SLOTS + (of_experts,) * (STREAM_SLOTS if of_experts else 0)
 
     @cached_property
@@ -1129,12 +1133,14 @@ def _sent_of_token(architecture: Architecture, size: float, *, back: bool) -> fl
 
 
 def slot_bytes_of(architecture: Architecture, plan: Plan, tokens: int, program: Program = OURS) -> int:
-    """`Plan.slot_bytes` of a plan whose blocks visit, with so many tokens a step: 0 where each block may come whole, or
-    has to, or what a split one keeps of the tokens is more than it saves."""
-    if not plan.lora_rank or not any(_experts_in_one(architecture, layer) for layer in _kinds_of(architecture)):
-        return 0
+    """`Plan.slot_bytes` of a plan whose blocks visit, with so many tokens a step: 0 where each block may come alone and
+    whole, or has to, or what a split one keeps of the tokens is more than it saves."""
     blocks = {layer: _block_weight_bytes(architecture, layer, plan, program) for layer in _kinds_of(architecture)}
     wanted = slot_bytes(max(blocks.values()), plan.budget_bytes)
+    if wanted > max(blocks.values()):  # several together: what crosses no link gains nothing by it
+        return wanted if plan.device != "cpu" else 0
+    if not plan.lora_rank or not any(_experts_in_one(architecture, layer) for layer in blocks):
+        return 0
     split = split_blocks(architecture, dataclasses.replace(plan, slot_bytes=wanted), program)
     parts = {layer: split[layer] or SplitBlock.undivided(size) for layer, size in blocks.items()}
     left = max(each.shared for each in parts.values()) + max(each.slice for each in parts.values())

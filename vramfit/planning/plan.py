@@ -85,7 +85,8 @@ class Plan:
     steps a parameter as soon as its gradient is there, `clip_passes` is 2 where the gradient's norm is found in a pass
     of its own before that; `optimizer_paged` lets the driver move states to RAM. `weights_tier` other than device
     streams the blocks through two slots, all but `resident_blocks` that stay. `slot_bytes` other than 0 is the most
-    that a slot is to have: a mixture's block of more comes in parts, its experts some at a time. `saved_modules`
+    that a slot is to have: blocks of less come several at a time, a mixture's block of more in parts, its experts some
+    at a time. `saved_modules`
     ("embedding", "head") are trained whole beside adapters. `dora` trains lengths of columns beside LoRA;
     `lora_experts` has adapters beside each expert. `last_blocks` other than 0: of the weights only those of so many
     blocks train, the last ones, and of what comes after them, but for a head that is the embedding's table. Blocks

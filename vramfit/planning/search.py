@@ -154,12 +154,12 @@ class Search:
         """How many blocks have a backward, so that their activations cost something."""
         return self.start.plan.trained_layers(self.architecture.layers)
 
-    @cached_property
-    def _slot_bytes(self) -> int:
-        """Of plans whose blocks visit."""
-        longest = self.start.plan.max_length
-        length = longest if self.start.plan.packing else min(longest, self.workload.longest_tokens)
-        return slot_bytes_of(self.architecture, self.start.plan, self.sequences * length)
+    def _visiting(self, **changes: Any) -> dict[str, Any]:
+        """What a family changes whose blocks visit: how much of them comes at once is decided here."""
+        plan = dataclasses.replace(self.start.plan, **changes)
+        length = plan.max_length if plan.packing else min(plan.max_length, self.workload.longest_tokens)
+        slots = slot_bytes_of(self.architecture, plan, self.sequences * length)
+        return {**changes, "slot_bytes": slots} if slots else changes
 
     # --- families ----------------------------------------------------------------------------------------------------
 
@@ -177,9 +177,8 @@ class Search:
             keep = True  # blocks that visit are neither compiled nor changed
         if self.device.kind == "cpu":
             if not keep:
-                there: dict[str, Any] = {"optimizer_tier": "disk"} if trains_all else {}
-                there |= {"slot_bytes": self._slot_bytes} if self._slot_bytes else {}
-                yield Family(name="streaming from disk", changes={"weights_tier": "disk", **there})
+                there = {"optimizer_tier": "disk"} if trains_all else {}
+                yield Family(name="streaming from disk", changes=self._visiting(weights_tier="disk", **there))
             return
         adamw = trains_all and self.start.plan.optimizer == "adamw"
         if adamw and wishes.optimizer_bits == "auto":
@@ -193,17 +192,14 @@ class Search:
             yield Family(name="split among the cards (FSDP)", changes={"cards": self.cards, "sharding": "fsdp"})
         if not keep and may_leave:
             # Blocks visit in the 16 bits they are computed with; the fp32 weights stay with the states.
-            slots = {"slot_bytes": self._slot_bytes} if self._slot_bytes else {}
             narrow = trains_all and self.start.plan.compute == "bf16" and wishes.trained_weights != "fp32"
             visit = {"trained_format": "bf16", "weight_format": "bf16"} if narrow else {}
             states = {"optimizer_tier": "host", **visit} if trains_all else {}
-            yield Family(
-                name="streaming from RAM", changes={"weights_tier": "host", "input_tier": "host", **slots, **states}
-            )
+            changes = self._visiting(weights_tier="host", input_tier="host", **states)
+            yield Family(name="streaming from RAM", changes=changes)
             states = {"optimizer_tier": "disk", **visit} if trains_all else {}
-            yield Family(
-                name="streaming from disk", changes={"weights_tier": "disk", "input_tier": "host", **slots, **states}
-            )
+            changes = self._visiting(weights_tier="disk", input_tier="host", **states)
+            yield Family(name="streaming from disk", changes=changes)
 
     def is_hopeless(self, family: Family) -> bool:
         """Whether the weights alone are more than the tier has that they would lie on: known without an estimate."""
