@@ -39,6 +39,7 @@ from vramfit.models.stored import StoredTensor
 from vramfit.models.weight_sources import Source, weight_sources
 from vramfit.planning.memory import QUANTISED, head_visits
 from vramfit.planning.plan import Plan
+from vramfit.planning.slots import together
 
 _FORMATS: Final = ("fp32", "bf16", "fp16", *PACKED)
 
@@ -89,7 +90,8 @@ def open_streamed(
     if isinstance(tier, FilesTier) and device.type == "cpu" and stored < sum(layout.nbytes for layout in tier.layouts):
         stream = WideningStream(tier, device, resident=stay)
     else:
-        stream = BlockStream(tier, device, resident=stay, turn=turn, together=plan.slot_bytes)
+        room = together([layout.nbytes for layout in tier.layouts], plan.slot_bytes, splits=bool(split))
+        stream = BlockStream(tier, device, resident=stay, turn=turn, together=room)
     slices = None
     if experts is not None:
         slices = SliceStream(experts, device, slices_of(split), stay=stay, traffic=stream.traffic)

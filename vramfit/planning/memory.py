@@ -34,7 +34,7 @@ from vramfit.planning.block import BlockMemory, Formats, block_memory
 from vramfit.planning.optimizer_memory import Weight, state_bytes, step_bytes
 from vramfit.planning.plan import MEMORY_KINDS, MemoryEstimate, MemoryKind, PhaseMemory, Plan, Workload
 from vramfit.planning.program import OURS, Program
-from vramfit.planning.slots import SplitBlock, groups_of, slot_bytes, split_block
+from vramfit.planning.slots import SplitBlock, groups_of, slot_bytes, split_block, together
 from vramfit.planning.tape import Moment
 from vramfit.units import GIB
 
@@ -431,7 +431,8 @@ class Work:
         parts = [split or SplitBlock.undivided(whole) for split, whole in pairs]
         stay = self.plan.staying(self.architecture.layers)
         visit = {layer: each.shared for layer, each in enumerate(parts) if layer not in stay}
-        groups = groups_of(visit, self.plan.slot_bytes, turn=self.first)
+        room = together(visit.values(), self.plan.slot_bytes, splits=any(each.slices for each in parts))
+        groups = groups_of(visit, room, turn=self.first)
         block = max(sum(visit[layer] for layer in group) for group in groups)
         of_experts = max(each.slice for each in parts)
         return (block + gradients,) * STREAM_SLOTS + (of_experts,) * (STREAM_SLOTS if of_experts else 0)

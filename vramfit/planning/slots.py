@@ -9,7 +9,7 @@ some at a time through two places of their own.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -50,6 +50,12 @@ def slot_bytes(largest_block: float, budget_bytes: int) -> int:
         return min(AT_ONCE, most)
     group = min(AT_ONCE, budget_bytes // GROUP_SHARE)
     return group if 2 * largest_block <= group else 0
+
+
+def together(parts: Collection[float], slot_bytes: int, *, splits: bool) -> int:
+    """Bytes of blocks, of so many each, that come together: what a place may have; where blocks are split, no more than
+    the largest of what is left of them takes anyway."""
+    return int(max(parts, default=0.0)) if splits else slot_bytes
 
 
 def groups_of(sizes: Mapping[int, float], together: int, *, turn: int = 0) -> list[tuple[int, ...]]:
