@@ -28,6 +28,7 @@ class Adafactor:
     u is made twice, because rms must be known before the first row is changed. Group: lr, decay_power, weight_decay.
     """
 
+    by_number: Final = False
     states: Final[tuple[StateSpec, ...]] = ()
 
     def step(self, weight: Weight, group: Mapping[str, Any]) -> None:

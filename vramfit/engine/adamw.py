@@ -17,6 +17,7 @@ class AdamW:
     to few bits. Group: lr, betas, eps, weight_decay.
     """
 
+    by_number: Final = True
     states: Final = (StateSpec(FIRST, signed=True), StateSpec(SECOND, signed=False))
 
     def step(self, weight: Weight, group: Mapping[str, Any]) -> None:

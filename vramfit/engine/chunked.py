@@ -37,7 +37,11 @@ class StateSpec:
 
 
 class Rule(Protocol):
-    """What an optimizer computes for one weight. `states` are those that may be kept in few bits."""
+    """What an optimizer computes for one weight. `states` are those that may be kept in few bits. `by_number`: it looks
+    at each number of a weight alone, whatever the weight's shape."""
+
+    @property
+    def by_number(self) -> bool: ...
 
     @property
     def states(self) -> tuple[StateSpec, ...]: ...
@@ -134,6 +138,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     def kind(self) -> str:
         """What decides the form of the states, in words: "adamw in 8 bits"."""
         return f"{'+'.join(sorted(self._rules))} in {self._bits} bits"
+
+    def goes_by_number(self, group: Mapping[str, Any]) -> bool:
+        """Whether a group's weights may be stepped in stretches: each number by its own gradient and states alone."""
+        return self._bits == 32 and self._rules[group["rule"]].by_number
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]

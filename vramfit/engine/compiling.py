@@ -7,6 +7,10 @@ Recorded launches (reduce-overhead) hold for one shape only, so there every shap
 
 Only training passes are compiled. Evaluation and writing text meet other shapes, and stay as they are; so does a block
 whose activations are compressed, whose hooks a compiler does not see. A compiler that fails is told and done without.
+
+Blocks that visit have a training pass without gradients, too, whose graph is one of its own. Recorded launches cannot
+have weights that come to another place at each visit; and as a compiler draws other random numbers in a pass with
+gradients than in one without, blocks that drop out are not compiled where they visit.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from vramfit.errors import ModelError
 
 if TYPE_CHECKING:
     from vramfit.engine.resident import Piece, ResidentExecutor
+    from vramfit.engine.visiting import VisitedBlocks
 
 CompileMode = Literal["default", "max-autotune", "reduce-overhead"]
 
@@ -42,18 +47,28 @@ WORTH_IT: Final = 1.02
 class CompiledBlocks:
     """The blocks of a model, computed by a compiler while `on`. `problem` is why it no longer is, or ""."""
 
-    def __init__(self, model: nn.Module, mode: CompileMode = "default") -> None:
-        """Raises ModelError for a model without blocks, or whose blocks somebody else has changed already."""
+    def __init__(self, model: nn.Module, mode: CompileMode = "default", *, visits: VisitedBlocks | None = None) -> None:
+        """Raises ModelError for a model without blocks, or whose blocks somebody else has changed already.
+
+        `visits`: the model's blocks are those, whose weights come and go.
+        """
         self.on, self.problem, self.mode = True, "", mode
         self._blocks = list(find_blocks(model))
+        self._visit = visits is not None
+        self._compiled = {kind: self._compile(kind) for kind in {type(block) for block in self._blocks}}
+        if visits is not None:
+            visits.own = [
+                _Forward(self, block, plain, first=index == 0)
+                for index, (block, plain) in enumerate(zip(self._blocks, visits.own, strict=True))
+            ]
+            return
         if any("forward" in block.__dict__ for block in self._blocks):
             raise ModelError(
                 f"The blocks of {type(model).__name__} were changed by something else before",
                 "Compile them before their activations are set.",
             )
-        self._compiled = {kind: self._compile(kind) for kind in {type(block) for block in self._blocks}}
         for index, block in enumerate(self._blocks):
-            block.forward = _Forward(self, block, first=index == 0)
+            block.forward = _Forward(self, block, block.forward, first=index == 0)
 
     def close(self) -> None:
         """The blocks as they were."""
@@ -62,7 +77,8 @@ class CompiledBlocks:
                 del block.__dict__["forward"]
 
     def run(self, block: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.on or not torch.is_grad_enabled() or mode_of(block) == "compress":
+        trains = torch.is_grad_enabled() or (self._visit and block.training)
+        if not self.on or not trains or mode_of(block) == "compress":
             return plain(*args, **kwargs)
         try:
             return self._compiled[type(block)](block, *args, **kwargs)
@@ -97,8 +113,8 @@ class CompiledBlocks:
 class _Forward:
     """What stands for a block's `forward`."""
 
-    def __init__(self, blocks: CompiledBlocks, block: nn.Module, *, first: bool) -> None:
-        self._blocks, self._block, self._first, self._plain = blocks, block, first, block.forward
+    def __init__(self, blocks: CompiledBlocks, block: nn.Module, plain: Callable[..., Any], *, first: bool) -> None:
+        self._blocks, self._block, self._first, self._plain = blocks, block, first, plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._first and self._blocks.on and torch.is_grad_enabled() and not _in_backward():
@@ -223,7 +239,7 @@ def plain_pass(executor: ResidentExecutor, blocks: CompiledBlocks, piece: Piece)
 
 def _pass(executor: ResidentExecutor, piece: Piece) -> None:
     """Forward and backward; gradients are made and let go."""
-    executor.gradients(piece, scale=executor.loss_scale)
+    executor.measure(piece, scale=executor.loss_scale)
     synchronize(executor.device)
 
 

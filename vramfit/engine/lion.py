@@ -17,6 +17,7 @@ class Lion:
     weight_decay.
     """
 
+    by_number: Final = True
     states: Final = (StateSpec(MOMENTUM, signed=True),)
 
     def step(self, weight: Weight, group: Mapping[str, Any]) -> None:

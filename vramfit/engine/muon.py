@@ -29,6 +29,7 @@ class Muon:
     largest matrix takes 14 bytes for a time, 20 where the products are in fp32. Group: lr, momentum, weight_decay.
     """
 
+    by_number: Final = False
     states: Final = (StateSpec(MOMENTUM, signed=True),)
 
     def __init__(self, product: torch.dtype) -> None:

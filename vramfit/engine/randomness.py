@@ -8,12 +8,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
+from torch import nn
 
 from vramfit.engine.accelerators import generator_state, set_generator_state
+from vramfit.engine.head import base_model
 
 _ROUNDING: dict[torch.device, torch.Generator] = {}
+
+
+def draws(model: nn.Module) -> bool:
+    """Whether a forward in training draws random numbers: by a module for it, or by functions that the config rules."""
+    config: dict[str, Any] = base_model(model).config.to_dict()
+    named = [value for key, value in config.items() if "drop" in key or "jitter" in key]
+    modules = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    return modules or any(isinstance(value, float) and value > 0 for value in named)
 
 
 def rounding_generator(device: torch.device) -> torch.Generator:

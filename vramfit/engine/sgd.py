@@ -13,6 +13,7 @@ MOMENTUM = "momentum_buffer"
 class Sgd:
     """g = g + decay w; m = momentum m + g; w = w - lr m. Group: lr, momentum, weight_decay."""
 
+    by_number: Final = True
     states: Final = (StateSpec(MOMENTUM, signed=True),)
 
     def step(self, weight: Weight, group: Mapping[str, Any]) -> None:

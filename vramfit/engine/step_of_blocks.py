@@ -128,16 +128,12 @@ class AfterLastBlock(_OfBlocks):
         loss_sum, grad_norm = fetch(losses, norm)
         finite = math.isfinite(loss_sum) and math.isfinite(grad_norm)
         if finite:
-            on_cpu = norm.cpu()
+            factor = _factor(norm.cpu(), self._max_grad_norm)
             with self._waiting():
-                self._blocks.step_sent(lambda _, weight: self._clip(weight, on_cpu))
+                self._blocks.step_sent(lambda _, gradient, room: _times(gradient, factor, room))
                 self._blocks.renew()
         self._blocks.forget()
         return self._finished(loss_sum, grad_norm, skipped=not finite)
-
-    def _clip(self, weight: nn.Parameter, norm: Tensor) -> None:
-        if self._max_grad_norm > 0:
-            nn.utils.clip_grads_with_norm_(weight, self._max_grad_norm, norm)
 
     def _hand_over(self, found: Sequence[tuple[Where, Tensor]]) -> None:
         for where, gradient in found:
@@ -184,13 +180,29 @@ class BesideBackward(_OfBlocks):
         for where, gradient in found:
             self._blocks.step(where, gradient.cpu(), self._clip)
 
-    def _clip(self, where: Where, weight: nn.Parameter) -> None:
-        gradient, norm = weight.grad, self._norms[where.name].cpu()
-        assert gradient is not None
-        gradient.nan_to_num_(0.0, 0.0, 0.0).mul_(norm.isfinite())
-        if self._max_grad_norm > 0:
-            known = norm if self._norm_before is None else torch.full_like(norm, self._norm_before)
-            nn.utils.clip_grads_with_norm_(weight, self._max_grad_norm, known.nan_to_num(0.0, 0.0, 0.0))
+    def _clip(self, where: Where, gradient: Tensor, room: Tensor) -> Tensor:
+        norm = self._norms[where.name].cpu()
+        room.copy_(gradient).nan_to_num_(0.0, 0.0, 0.0).mul_(norm.isfinite())
+        known = norm if self._norm_before is None else torch.full_like(norm, self._norm_before)
+        return _times(room, _factor(known.nan_to_num(0.0, 0.0, 0.0), self._max_grad_norm), room)
+
+
+def _factor(norm: Tensor, most: float) -> Tensor | None:
+    """What gradients of that norm are multiplied by, as `torch.nn.utils.clip_grads_with_norm_` does it; None where they
+    stay what they are."""
+    if most <= 0:
+        return None
+    factor = torch.clamp(most / (norm + 1e-6), max=1.0)
+    return None if factor.item() == 1.0 else factor
+
+
+def _times(gradient: Tensor, factor: Tensor | None, room: Tensor) -> Tensor:
+    """fp32, in `room` where it is not the gradient itself."""
+    if factor is None:
+        return gradient.float()
+    if gradient.dtype == torch.float32:
+        return torch.mul(gradient, factor, out=room)
+    return room.copy_(gradient).mul_(factor)
 
 
 def _now(device: torch.device) -> torch.Event | None:

@@ -29,7 +29,7 @@ from vramfit.engine.loss import Batch, Targets, model_inputs, targets_of
 from vramfit.engine.optimizer_state import check_kind
 from vramfit.engine.peak import VisitsPeak
 from vramfit.engine.precision import fp32_products
-from vramfit.engine.randomness import random_state, set_random_state
+from vramfit.engine.randomness import draws, random_state, set_random_state
 from vramfit.engine.recovery import attempt, halves
 from vramfit.engine.resident import (
     MODEL,
@@ -99,7 +99,7 @@ class StreamingExecutor(ResidentExecutor):
         self._split = SplitBlocks(
             visits, self._waiting, computing=self._computing, drawn=self._drawn, follow=self._followed
         )
-        self._draws = _draws(model)
+        self._draws = draws(model)
         self._drawn_first: list[dict[str, Tensor] | None] = []
         self._first = plan.first_trained(len(visits.blocks))
         # Whether anything before that block has a gradient to come.
@@ -508,14 +508,6 @@ def _refuse_running_statistics(model: nn.Module) -> None:
             "twice a step where blocks stream",
             "Give the run more memory, so that the model stays on the device.",
         )
-
-
-def _draws(model: nn.Module) -> bool:
-    """Whether a forward in training draws random numbers: by a module for it, or by functions that the config rules."""
-    config = base_model(model).config.to_dict()
-    named = [value for key, value in config.items() if "drop" in key or "jitter" in key]
-    modules = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
-    return modules or any(isinstance(value, float) and value > 0 for value in named)
 
 
 def _is_adapted(base: nn.Module, name: str) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vramfit.engine.blocks import Layout
+from vramfit.engine.mapped import MappedFile
 from vramfit.errors import CheckpointError, OutOfDisk
 from vramfit.positioned import PositionedFile
 from vramfit.units import format_bytes
@@ -24,7 +25,9 @@ class Source(Protocol):
 class Shelf(Protocol):
     """A tier whose tensors are taken and put back one by one.
 
-    `in_memory`: what is taken is the tensor itself, and takes no time. `written_bytes` is what wears a drive.
+    `take` is for reading. What `lend` gives is the tensor where it lies, or a copy where it cannot be had there; it may
+    be changed where that was said, and is given back by `put`, or by `done` where it is as it was. `in_memory`: what is
+    taken or lent is the tensor itself, and takes no time. `written_bytes` is what wears a drive.
     """
 
     layouts: Sequence[Layout]
@@ -34,6 +37,10 @@ class Shelf(Protocol):
     def written_bytes(self) -> int: ...
 
     def take(self, block: int, name: str) -> Tensor: ...
+
+    def lend(self, block: int, name: str, *, changes: bool) -> Tensor: ...
+
+    def done(self, block: int, name: str) -> None: ...
 
     def put(self, block: int, name: str, tensor: Tensor) -> None: ...
 
@@ -85,6 +92,12 @@ class RamTier:
         """The tensor itself: what is changed in it is changed here."""
         return self.layouts[block].places[name].view(self.flats[block])
 
+    def lend(self, block: int, name: str, *, changes: bool) -> Tensor:
+        return self.take(block, name)
+
+    def done(self, block: int, name: str) -> None:
+        pass
+
     def put(self, block: int, name: str, tensor: Tensor) -> None:
         place = self.take(block, name)
         if place.data_ptr() != tensor.data_ptr():
@@ -92,12 +105,16 @@ class RamTier:
 
 
 class DiskTier:
-    """Blocks one after another in a file of the run's own, which is made anew: it holds nothing a resume needs."""
+    """Blocks one after another in a file of the run's own, which is made anew: it holds nothing a resume needs.
+
+    Where the system can, tensors are lent as they lie in the file: no byte of them is copied. `leaves`: what was given
+    back is no longer in the process's memory, at the price of finding it there again.
+    """
 
     in_memory = False
 
-    def __init__(self, layouts: Sequence[Layout], path: Path) -> None:
-        self.layouts, self.path = layouts, path
+    def __init__(self, layouts: Sequence[Layout], path: Path, *, leaves: bool = False) -> None:
+        self.layouts, self.path, self._leaves = layouts, path, leaves
         self._starts = [0]
         for layout in layouts:
             self._starts.append(self._starts[-1] + layout.nbytes)
@@ -109,6 +126,7 @@ class DiskTier:
         except OSError as error:
             self._file.close()
             raise self._no_room(error) from error
+        self._mapped = MappedFile.of(self._file, self._starts[-1])
 
     def read(self, block: int, into: Tensor) -> int:
         view = into[: self.layouts[block].nbytes].numpy().data
@@ -135,30 +153,53 @@ class DiskTier:
         self._read(block, place.offset, view)
         return found
 
+    def lend(self, block: int, name: str, *, changes: bool) -> Tensor:
+        """Raises CheckpointError."""
+        if self._mapped is None:
+            return self.take(block, name)
+        place = self.layouts[block].places[name]
+        try:
+            found = self._mapped.present(self._starts[block] + place.offset, place.nbytes, changes=changes)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        return found.view(place.dtype).view(place.shape)
+
+    def done(self, block: int, name: str) -> None:
+        if self._mapped is not None and self._leaves:
+            place = self.layouts[block].places[name]
+            self._mapped.leave(self._starts[block] + place.offset, place.nbytes)
+
     def _read(self, block: int, offset: int, view: memoryview) -> None:
         try:
             read = self._file.read_into(self._starts[block] + offset, view)
         except OSError as error:
-            raise CheckpointError(
-                f"{self.path} cannot be read ({error.strerror or error})", "Check the drive, then resume the run."
-            ) from error
+            raise self._unreadable(error) from error
         if read < len(view):
             raise self._cut_off(block)
 
     def put(self, block: int, name: str, tensor: Tensor) -> None:
-        """Write one tensor of a block, in the format it has here. Raises OutOfDisk."""
+        """Write one tensor of a block, in the format it has here; one that was lent is there. Raises OutOfDisk."""
         place = self.layouts[block].places[name]
+        self.written_bytes += place.nbytes
+        start = self._starts[block] + place.offset
+        if self._mapped is not None and self._mapped.is_at(start, tensor):
+            self.done(block, name)
+            return
         flat = tensor.detach().to(device="cpu", dtype=place.dtype).contiguous().view(-1).view(torch.uint8)
         try:
-            self._file.write_from(self._starts[block] + place.offset, flat.numpy().data)
+            self._file.write_from(start, flat.numpy().data)
         except OSError as error:
             raise self._no_room(error) from error
-        self.written_bytes += place.nbytes
 
     def _cut_off(self, block: int) -> CheckpointError:
         return CheckpointError(
             f"{self.path} has been cut off: block {block} is no longer whole",
             "Resume the run: the file is made anew from its last checkpoint.",
+        )
+
+    def _unreadable(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path} cannot be read ({error.strerror or error})", "Check the drive, then resume the run."
         )
 
     def _no_room(self, error: OSError) -> OutOfDisk:
@@ -189,6 +230,12 @@ class FrozenBeforeTrained:
 
     def take(self, block: int, name: str) -> Tensor:
         return self._trained.take(block, name)
+
+    def lend(self, block: int, name: str, *, changes: bool) -> Tensor:
+        return self._trained.lend(block, name, changes=changes)
+
+    def done(self, block: int, name: str) -> None:
+        self._trained.done(block, name)
 
     def put(self, block: int, name: str, tensor: Tensor) -> None:
         self._trained.put(block, name, tensor)

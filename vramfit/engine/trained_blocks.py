@@ -1,8 +1,9 @@
 """Weights that train although they only visit the device: where their numbers live, and how one of them is stepped.
 
 Beside the weights a tier has, for each of them, its optimizer's states, an fp32 copy where the weight has 16 bits, and
-a place for its gradient. A weight is taken from there, stepped by the processor and put back, one after another: beside
-the tier, memory holds the numbers of one weight and those of the next, which are read meanwhile.
+a place for its gradient. The processor steps one weight after another where it lies, while the next one is read; where
+a tier lends copies only, memory holds the numbers of one weight and those of the next. An optimizer that looks at each
+number alone steps a weight in stretches: its gradient is clipped in the processor's cache, on the way to the step.
 
 The optimizer knows each weight by a stand-in of its shape, which is given the weight's numbers for its step only.
 Weights outside the blocks stay on the device; their states are on the tier like all others.
@@ -11,15 +12,16 @@ Weights outside the blocks stay on the device; their states are on the tier like
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from vramfit.engine.blocks import Layout
+from vramfit.engine.chunked import ChunkedOptimizer
 from vramfit.engine.later import Later
 from vramfit.engine.optimizer_state import MASTER
 from vramfit.engine.step_in_backward import step_one
@@ -40,8 +42,13 @@ class Where:
     local: str
 
 
-Change = Callable[[Where, nn.Parameter], None]
-"""Told of each weight before its step, with the gradient in `.grad`: it clips."""
+Clip = Callable[[Where, Tensor, Tensor], Tensor]
+"""(a weight, a stretch of its gradient, fp32 room of that shape) -> the stretch in fp32, clipped. It may be in the
+room; the gradient stays as it is."""
+
+STRETCH: Final = 2**19
+"""Numbers of a weight stepped at once: 8 MB with gradient and states, and long enough for the calls not to count. A
+multiple of what kernels of the processor work on at once, so that the numbers do not depend on it."""
 
 
 @dataclass(kw_only=True)
@@ -76,6 +83,7 @@ class TrainedBlocks:
         self._gradients = make_shelf(self._gradient_layouts(), "gradients")
         self._begun: set[str] = set()
         self._sent: set[str] = set()
+        self._room = torch.empty(min(STRETCH, max((each.numel() for each in self._stand_ins.values()), default=0)))
         self.waited_seconds = 0.0
         """What steps waited for the tier since the run began."""
 
@@ -106,19 +114,19 @@ class TrainedBlocks:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def step_sent(self, change: Change) -> None:
+    def step_sent(self, clip: Clip) -> None:
         """Step every weight whose gradient was sent, and those outside that have one."""
         waiting = [where for where in self.places if where.name in self._sent or self._has_gradient(where)]
         with _Ahead(self._take, waiting, at_once=self._weights.in_memory) as taken, _Behind(self._put) as put:
             for where, numbers in taken:
-                put(where, self._stepped(where, numbers, change))
+                put(where, self._stepped(where, numbers, clip))
         if not self._weights.in_memory:
             self.waited_seconds += taken.waited_seconds + put.waited_seconds
         self.forget()
 
-    def step(self, where: Where, gradient: Tensor, change: Change) -> None:
-        """Step one weight now, with a gradient on the CPU that is not needed any more."""
-        self._put(where, self._stepped(where, self._take(where, gradient), change))
+    def step(self, where: Where, gradient: Tensor, clip: Clip) -> None:
+        """Step one weight now, with a gradient on the CPU."""
+        self._put(where, self._stepped(where, self._take(where, gradient), clip))
 
     def renew(self) -> None:
         """What is on the device of the blocks that train is of before the step."""
@@ -129,26 +137,52 @@ class TrainedBlocks:
         return where.block is None and self._outside[where.name].grad is not None
 
     @torch.no_grad()
-    def _stepped(self, where: Where, numbers: _Numbers, change: Change) -> _Numbers:
-        stand_in, optimizer = self._stand_ins[where.name], self.optimizer
-        states = numbers.states
+    def _stepped(self, where: Where, numbers: _Numbers, clip: Clip) -> _Numbers:
+        group, states = self._kinds[self._stand_ins[where.name]].group, numbers.states
         master = states.pop(MASTER, None)
         if master is None and numbers.weight.dtype != torch.float32:
             master = numbers.weight.float()
-        empty, stand_in.data = stand_in.data, numbers.weight if master is None else master
-        stand_in.grad = numbers.gradient.float()
-        try:
-            change(where, stand_in)
-            if states:
-                optimizer.state[stand_in] = states
-            step_one(optimizer, stand_in, self._kinds[stand_in].group)
-            states = dict(optimizer.state.pop(stand_in, {}))
-        finally:
-            stand_in.data, stand_in.grad = empty, None
+        values = numbers.weight if master is None else master
+        if states and values.is_contiguous() and _goes_by_number(self.optimizer, group):
+            self._step_in_stretches(where, values, numbers.gradient, states, clip)
+        else:
+            room = torch.empty(values.shape, dtype=torch.float32)
+            states = self._step_of(where, values, clip(where, numbers.gradient, room), states)
         if master is not None:
             numbers.weight.copy_(master)
             states[MASTER] = master
         return _Numbers(weight=numbers.weight, states=states, gradient=numbers.gradient)
+
+    def _step_in_stretches(
+        self, where: Where, values: Tensor, gradient: Tensor, states: MutableMapping[str, Tensor], clip: Clip
+    ) -> None:
+        """Step `values` and change `states`, in place."""
+        flat, slopes = values.view(-1), gradient.reshape(-1)
+        along = {key: value.view(-1) for key, value in states.items() if value.shape == values.shape}
+        once = {key: value for key, value in states.items() if key not in along}
+        for start in range(0, flat.numel(), STRETCH):
+            part = slice(start, min(start + STRETCH, flat.numel()))
+            clipped = clip(where, slopes[part], self._room[: part.stop - part.start])
+            own = {key: value[part] for key, value in along.items()}
+            # How many steps a weight has had counts once, however many stretches it has.
+            counted = {key: value.clone() for key, value in once.items()}
+            after = self._step_of(where, flat[part], clipped, {**own, **counted})
+            states.update({key: after[key] for key in once})
+
+    def _step_of(
+        self, where: Where, values: Tensor, gradient: Tensor, states: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Step `values` by the optimizer of this weight; its states afterwards."""
+        stand_in, optimizer = self._stand_ins[where.name], self.optimizer
+        empty, stand_in.data = stand_in.data, values
+        stand_in.grad = gradient
+        try:
+            if states:
+                optimizer.state[stand_in] = dict(states)
+            step_one(optimizer, stand_in, self._kinds[stand_in].group)
+            return dict(optimizer.state.pop(stand_in, {}))
+        finally:
+            stand_in.data, stand_in.grad = empty, None
 
     def _take(self, where: Where, gradient: Tensor | None = None) -> _Numbers:
         states = self._taken_states(where) if where.name in self._begun else {}
@@ -157,8 +191,10 @@ class TrainedBlocks:
             sent = parameter.grad if gradient is None else gradient
             assert sent is not None
             return _Numbers(weight=parameter.detach().cpu(), states=states, gradient=sent.cpu())
-        found = self._gradients.take(where.block, where.local) if gradient is None else gradient
-        return _Numbers(weight=self._weights.take(where.block, where.local), states=states, gradient=found)
+        if gradient is None:
+            gradient = self._gradients.lend(where.block, where.local, changes=False)
+        weight = self._weights.lend(where.block, where.local, changes=True)
+        return _Numbers(weight=weight, states=states, gradient=gradient)
 
     def _put(self, where: Where, numbers: _Numbers) -> None:
         if where.block is None:
@@ -169,10 +205,12 @@ class TrainedBlocks:
             parameter.grad = None
         else:
             self._weights.put(where.block, where.local, numbers.weight)
+            if where.name in self._sent:
+                self._gradients.done(where.block, where.local)
         self._put_states(where, numbers.states)
 
     def _taken_states(self, where: Where) -> dict[str, Tensor]:
-        return {key: self._states.take(*self._at(where, key)) for key in self._keys(where)}
+        return {key: self._states.lend(*self._at(where, key), changes=True) for key in self._keys(where)}
 
     def _put_states(self, where: Where, states: Mapping[str, Tensor]) -> None:
         for key, value in states.items():
@@ -328,6 +366,13 @@ class _Behind:
             began = time.perf_counter()
             going.result()
             self.waited_seconds += time.perf_counter() - began
+
+
+def _goes_by_number(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether a weight may be stepped in stretches: by torch's one kernel for AdamW, and by rules of ours."""
+    if isinstance(optimizer, ChunkedOptimizer):
+        return optimizer.goes_by_number(group)
+    return isinstance(optimizer, torch.optim.AdamW) and bool(group.get("fused"))
 
 
 def _outside(visits: VisitedBlocks) -> Iterator[tuple[str, nn.Parameter]]:

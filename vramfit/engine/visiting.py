@@ -98,7 +98,8 @@ class VisitedBlocks:
         self.head: VisitingTable | None = None
         self.mode: Mode = "run"
         self.direction: Direction = "up"
-        self._own = [block.forward for block in self.blocks]
+        self.own: list[Callable[..., Any]] = [block.forward for block in self.blocks]
+        """How each block computes: its own forward, or what a compiler made of it."""
         self._owners = [_owners(block, stream.tier.layouts[at].places) for at, block in enumerate(self.blocks)]
         self.split: dict[int, SplitExperts] = {}
         for at in experts.blocks if experts is not None else ():
@@ -132,7 +133,7 @@ class VisitedBlocks:
 
     def compute(self, block: int, hidden: Tensor, call: Call) -> Tensor:
         """The block itself, with whatever weights are bound now."""
-        result = self._own[block](hidden, *call.args, **call.kwargs)
+        result = self.own[block](hidden, *call.args, **call.kwargs)
         end: Tensor = result[0] if isinstance(result, tuple) else result
         return end
 
@@ -228,7 +229,7 @@ class VisitedBlocks:
         """Stands in for the block's forward."""
         if self.mode == "run":
             with self.present(index, "up"):
-                result = self._own[index](*args, **kwargs)
+                result = self.own[index](*args, **kwargs)
             self._tuples = isinstance(result, tuple)
             return result
         hidden, call = _split_call(args, kwargs)

@@ -135,9 +135,10 @@ def shared_tier(
     *,
     trains: range,
     split: Mapping[int, Split],
+    leaves: bool = False,
 ) -> Tier:
     """Blocks on disk stay in the model's own files as long as their numbers do not change; all others are copied. Of
-    those in `split` all but the experts."""
+    those in `split` all but the experts. `leaves` as in DiskTier."""
     layouts = [Layout(_shared_tensors(block, split.get(at))) for at, block in enumerate(blocks)]
     own = [_shared_sources(sources, split.get(at)) for at, sources in enumerate(own)]
     in_files = _stays_in_files(plan)
@@ -145,7 +146,7 @@ def shared_tier(
         return _files_tier(layouts, own)
     turn = trains.start if in_files else 0
     copied = [Layout({})] * turn + layouts[turn:]
-    tier = own_tier(plan, plan.weights_tier, copied, scratch, "blocks")
+    tier = own_tier(plan, plan.weights_tier, copied, scratch, "blocks", leaves=leaves)
     _fill(blocks, copied, own, tier.write, since=turn)
     if not turn or not isinstance(tier, DiskTier):
         return tier
@@ -157,10 +158,12 @@ def _files_tier(layouts: Sequence[Layout], own: Sequence[Mapping[str, Source]]) 
     return FilesTier(layouts, own, stored)
 
 
-def own_tier(plan: Plan, where: str, layouts: Sequence[Layout], scratch: Path, name: str) -> RamTier | DiskTier:
-    """A tier of the run's own, in RAM or in a file of that name. Raises OutOfDisk."""
+def own_tier(
+    plan: Plan, where: str, layouts: Sequence[Layout], scratch: Path, name: str, *, leaves: bool = False
+) -> RamTier | DiskTier:
+    """A tier of the run's own, in RAM or in a file of that name; `leaves` as in DiskTier. Raises OutOfDisk."""
     if where == "disk":
-        return DiskTier(layouts, scratch / f"{name}.bin")
+        return DiskTier(layouts, scratch / f"{name}.bin", leaves=leaves)
     return RamTier(layouts, pinned=plan.device != "cpu")
 
 

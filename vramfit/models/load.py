@@ -7,6 +7,7 @@ network. What is imported here is imported when needed: a first run waits for it
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,7 +45,7 @@ def load_model(
     if config.model.source == STARTER_MODEL:
         return _weights_in(build_starter(implementation(plan)), _weight_dtype(plan)).to(plan.device)
     if config.method == "pretrain":
-        return _untrained(config.model, plan).to(plan.device)
+        return _untrained(config.model, plan, seed=config.seed).to(plan.device)
     if plan.weight_format in QUANTISED:
         return adapted(_quantised(config, plan), config, start_file, resumed=resumed)
     model = _trained(config.model, plan)
@@ -133,12 +134,36 @@ def weights_fingerprint(config: RunConfig) -> str:
 def build_starter(attention: str = "sdpa") -> nn.Module:
     """The starter with random weights (seed torch before), fp32 on the CPU."""
     # Straight from the family's own module: the automatic classes look through every family there is.
-    from transformers.models.llama import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama import LlamaForCausalLM
+
+    model: nn.Module = LlamaForCausalLM(starter_shape(attention))
+    return model
+
+
+def starter_shape(attention: str = "sdpa") -> Any:
+    from transformers.models.llama import LlamaConfig
 
     from vramfit.starter.shape import MODEL_CONFIG
 
-    model: nn.Module = LlamaForCausalLM(LlamaConfig.from_dict(MODEL_CONFIG, attn_implementation=attention))
-    return model
+    return LlamaConfig.from_dict(MODEL_CONFIG, attn_implementation=attention)
+
+
+def starter_sources(seed: int) -> dict[str, InMemory]:
+    """The starter's random weights, of which there are few, made whole: as a run on the device has them."""
+    torch.manual_seed(seed)
+    return {name: InMemory(tensor=each.detach()) for name, each in build_starter().named_parameters()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class InMemory:
+    """A parameter's numbers that are there already."""
+
+    tensor: torch.Tensor
+
+    def read_into(self, into: torch.Tensor) -> int:
+        """Fill a CPU tensor of the same shape, converted to its format. Returns the bytes read."""
+        into.copy_(self.tensor)
+        return self.tensor.nbytes
 
 
 def _weights_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -167,22 +192,38 @@ def read_architecture(model: ModelChoice) -> Architecture:
     return architecture_in(values, model.source)
 
 
-def _untrained(model: ModelChoice, plan: Plan) -> nn.Module:
-    """A model of the chosen shape with random weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _untrained(model: ModelChoice, plan: Plan, *, seed: int) -> nn.Module:
+    """A model of the chosen shape with random weights, which are those of a streamed run."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    from vramfit.models.random_start import make_start
 
     attention = implementation(plan)
+    shape = untrained_shape(model)
+    try:
+        with no_init_weights():  # they are made below
+            built: Any = AutoModelForCausalLM.from_config(
+                shape, dtype=_weight_dtype(plan), attn_implementation=attention, trust_remote_code=False
+            )
+        built.tie_weights()
+    except Exception as error:
+        raise cannot_load(model, local_folder(model), error, part="config.json") from error
+    make_start(built, seed)
+    return built  # type: ignore[no-any-return]
+
+
+def untrained_shape(model: ModelChoice) -> Any:
+    """The config.json of `model` as `transformers` reads it; no weights are asked for. Raises ModelError."""
+    from transformers import AutoConfig
+
     folder = local_folder(model)
     if folder is not None:
         read_config(folder)
     try:
-        shape = AutoConfig.from_pretrained(folder or model.source, **load_options(model, folder))
-        built: nn.Module = AutoModelForCausalLM.from_config(
-            shape, dtype=_weight_dtype(plan), attn_implementation=attention, trust_remote_code=False
-        )
+        return AutoConfig.from_pretrained(folder or model.source, **load_options(model, folder))
     except Exception as error:
         raise cannot_load(model, folder, error, part="config.json") from error
-    return built
 
 
 def _trained(model: ModelChoice, plan: Plan) -> nn.Module:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from vramfit.config import RunConfig
+from vramfit.config import STARTER_MODEL, RunConfig
 from vramfit.engine.activations import find_blocks
 from vramfit.engine.blocks import BlockStream, WideningStream
 from vramfit.engine.expert_slices import SliceStream
@@ -27,6 +27,7 @@ from vramfit.errors import ModelError
 from vramfit.models.attention import implementation
 from vramfit.models.block_tiers import experts_tier, shared_tier, slices_of, split_blocks
 from vramfit.models.hollow import hollow_model
+from vramfit.models.load import starter_shape, starter_sources, untrained_shape
 from vramfit.models.quantised import (
     PACKED,
     folder_of,
@@ -35,6 +36,7 @@ from vramfit.models.quantised import (
     read,
     shape_of,
 )
+from vramfit.models.random_start import random_sources
 from vramfit.models.stored import StoredTensor
 from vramfit.models.weight_sources import Source, weight_sources
 from vramfit.planning.memory import QUANTISED, head_visits
@@ -47,26 +49,26 @@ Attach = Callable[[nn.Module], nn.Module]
 
 
 def open_streamed(
-    config: RunConfig, plan: Plan, *, scratch: Path, attach: Attach | None = None
+    config: RunConfig, plan: Plan, *, scratch: Path, attach: Attach | None = None, leaves: bool = False
 ) -> tuple[nn.Module, VisitedBlocks]:
     """(the model of `config`, its visiting blocks), with `attach` having put adapters beside it. Without, the model's
     own weights train, all or those of the plan's last blocks.
 
-    `scratch` is where a disk tier that is not the model's own files is made. Raises ModelError, OutOfDisk.
+    `scratch` is where a disk tier that is not the model's own files is made; `leaves` as in DiskTier. Raises
+    ModelError, OutOfDisk.
     """
     if plan.weight_format not in _FORMATS:
         raise ModelError(
             f"Weights in {plan.weight_format} cannot be streamed", f"Choose one of: {', '.join(_FORMATS)}."
         )
-    folder = folder_of(config.model)
-    shape = shape_of(config.model, folder)
+    shape, sources_for = _chosen(config)
     dtype = DTYPES[plan.compute if plan.weight_format in QUANTISED else plan.weight_format]
     model = hollow_model(shape, dtype=dtype, attention=implementation(plan))
     if attach is None:
         train_last_blocks(model, plan.last_blocks)
     else:
         model.requires_grad_(False)
-    sources = weight_sources(model, folder)
+    sources = sources_for(model)
     blocks, prefix = _blocks_of(model)
     own = [_sources_of(block, f"{prefix}.{index}", sources) for index, block in enumerate(blocks)]
     if plan.weight_format in PACKED:
@@ -75,7 +77,7 @@ def open_streamed(
     turn = plan.first_trained(len(blocks))
     trains = range(turn, len(blocks)) if attach is None else range(0)
     split = {} if attach is None else split_blocks(plan, blocks)
-    tier = shared_tier(plan, blocks, own, scratch, trains=trains, split=split)
+    tier = shared_tier(plan, blocks, own, scratch, trains=trains, split=split, leaves=leaves)
     experts = experts_tier(plan, blocks, own, split, scratch) if split else None
     device = torch.device(plan.device)
     looked_up = _load_outside(model, prefix, sources, device, plan)
@@ -98,6 +100,16 @@ def open_streamed(
     visits = VisitedBlocks(whole, stream, trains=trains, experts=slices)
     visits.looked_up, visits.head = looked_up, head
     return whole, visits
+
+
+def _chosen(config: RunConfig) -> tuple[Any, Callable[[nn.Module], Mapping[str, Source]]]:
+    """(the shape of `config`'s model, where each parameter of such a hollow model comes from)."""
+    if config.model.source == STARTER_MODEL:
+        return starter_shape(), lambda _: starter_sources(config.seed)
+    if config.method == "pretrain":
+        return untrained_shape(config.model), lambda model: random_sources(model, config.seed)
+    folder = folder_of(config.model)
+    return shape_of(config.model, folder), lambda model: weight_sources(model, folder)
 
 
 def _blocks_of(model: nn.Module) -> tuple[list[nn.Module], str]:

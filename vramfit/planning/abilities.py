@@ -60,6 +60,7 @@ ENGINE: Final = Abilities(
             "lora_experts",
             "compiled",
             "streamed_training",
+            "streamed_start",
         }
     ),
 )

@@ -17,7 +17,7 @@ from vramfit.config import RunConfig
 from vramfit.hardware.devices import Device, Machine
 from vramfit.models.architecture import Architecture
 from vramfit.planning.abilities import DESIGNED, ENGINE, Abilities, missing
-from vramfit.planning.memory import estimate_memory, slot_bytes_of, weight_bytes
+from vramfit.planning.memory import estimate_memory, slot_bytes_of, split_blocks, weight_bytes
 from vramfit.planning.plan import MemoryEstimate, Plan, SpeedEstimate, Workload
 from vramfit.planning.speed import estimate_speed
 from vramfit.planning.start import Start, checkpoints_at_end, sequences_of_step, start
@@ -159,6 +159,8 @@ class Search:
         plan = dataclasses.replace(self.start.plan, **changes)
         length = plan.max_length if plan.packing else min(plan.max_length, self.workload.longest_tokens)
         slots = slot_bytes_of(self.architecture, plan, self.sequences * length)
+        if plan.compiled and any(split_blocks(self.architecture, dataclasses.replace(plan, slot_bytes=slots))):
+            slots = 0  # a block that stops between its parts cannot be compiled
         return {**changes, "slot_bytes": slots} if slots else changes
 
     # --- families ----------------------------------------------------------------------------------------------------
@@ -173,8 +175,8 @@ class Search:
         keep = wishes.activations in ("keep", "compress")
         trains_all = not self.start.plan.lora_rank
         may_leave = not trains_all or wishes.optimizer_place in ("auto", "host")
-        if wishes.compile not in ("auto", "off") or (not trains_all and self.config.adapter.start in _CHANGES_BASE):
-            keep = True  # blocks that visit are neither compiled nor changed
+        if self._needs_compiled_at_rest or (not trains_all and self.config.adapter.start in _CHANGES_BASE):
+            keep = True  # blocks that visit are not changed, nor always compiled
         if self.device.kind == "cpu":
             if not keep:
                 there = {"optimizer_tier": "disk"} if trains_all else {}
@@ -200,6 +202,15 @@ class Search:
             states = {"optimizer_tier": "disk", **visit} if trains_all else {}
             changes = self._visiting(weights_tier="disk", input_tier="host", **states)
             yield Family(name="streaming from disk", changes=changes)
+
+    @property
+    def _needs_compiled_at_rest(self) -> bool:
+        """Whether a compiler was asked for that blocks that visit cannot have: CUDA graphs keep weights' places, and of
+        what is dropped out a compiler would not drop the same in a step's two forward passes."""
+        wish = self.config.memory.compile
+        adapters_drop = bool(self.start.plan.lora_rank) and self.config.adapter.dropout > 0
+        drops = self.architecture.drops_out or adapters_drop
+        return wish == "reduce-overhead" or (wish not in ("auto", "off") and drops)
 
     def is_hopeless(self, family: Family) -> bool:
         """Whether the weights alone are more than the tier has that they would lie on: known without an estimate."""

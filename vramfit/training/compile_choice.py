@@ -11,8 +11,11 @@ from torch import nn
 
 from vramfit.config import RunConfig
 from vramfit.engine.compiling import CompiledBlocks, Trial, first_pass, launches_of, plain_pass, trial
+from vramfit.engine.randomness import draws
 from vramfit.engine.recovery import attempt, halves
 from vramfit.engine.resident import Piece, ResidentExecutor
+from vramfit.engine.visiting import VisitedBlocks
+from vramfit.errors import ConfigError, Problem
 from vramfit.planning.plan import Plan
 from vramfit.training.kept_trials import remember, remembered
 from vramfit.training.memory_care import Note
@@ -22,17 +25,36 @@ LEAST_RUN_S: Final = 1800.0
 """A trial takes a minute or two, most of it the compiler: a shorter run would not win them back."""
 
 
-def compiled_blocks(config: RunConfig, plan: Plan, model: nn.Module, *, run_s: float) -> CompiledBlocks | None:
+def compiled_blocks(
+    config: RunConfig, plan: Plan, model: nn.Module, *, run_s: float, visits: VisitedBlocks | None = None
+) -> CompiledBlocks | None:
     """The blocks of `model` made ready for a compiler, to be called before the executor is made; None where they stay
-    as they are.
+    as they are. `visits`: they are those, whose weights come and go.
 
     Without a wish there is a trial on a card, for a run that is predicted to take half an hour; never on a CPU, where
-    compiling took longer than anything it won.
+    compiling took longer than anything it won. Raises ConfigError for a wish that blocks that visit cannot have.
     """
     automatic = config.memory.compile == "auto" and plan.device != "cpu" and run_s >= LEAST_RUN_S
     if not plan.compiled and not automatic:
         return None
-    return CompiledBlocks(model, plan.compile_mode)
+    if visits is not None and (draws(model) or visits.split):
+        if plan.compiled:
+            raise ConfigError([_cannot(model, visits)])
+        return None
+    return CompiledBlocks(model, plan.compile_mode, visits=visits)
+
+
+def _cannot(model: nn.Module, visits: VisitedBlocks) -> Problem:
+    if visits.split:
+        what, remedy = f"has {len(visits.split)} blocks that come in parts, whose forward stops between them", ""
+    else:
+        what = "drops out activations, and a compiler would not drop the same ones in a step's two forward passes"
+        remedy = "dropout to 0, "
+    return Problem(
+        field="memory.compile",
+        what=f"Blocks that visit the device cannot be compiled here: {type(model).__name__} {what}",
+        remedy=f"Set compile to auto or off, {remedy}or give the run more memory.",
+    )
 
 
 Fewer = Callable[[int, str], Note]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from vramfit.config import RunConfig
 from vramfit.engine.heap import keep_freed_memory, return_freed_memory
 from vramfit.engine.optimizers import build_host_optimizer, build_optimizer
@@ -40,21 +42,39 @@ def open_executor(
         )
         executor.compiled = blocks
         return executor
+    roomy = forecast.memory.device_bytes <= MOST_KEPT * plan.budget_bytes
     if plan.device == "cpu":
         # Keeping it is faster by a third where activations are large; a run that needs most of its budget cannot.
-        roomy = forecast.memory.device_bytes <= MOST_KEPT * plan.budget_bytes
         keep_freed_memory() if roomy else return_freed_memory()
-    return _streaming(config, plan, folder=folder, start_file=start_file, resumed=resumed)
+    return _streaming(
+        config,
+        plan,
+        folder=folder,
+        start_file=start_file,
+        resumed=resumed,
+        run_s=forecast.seconds,
+        leaves=plan.device == "cpu" and not roomy,
+    )
 
 
-def _streaming(config: RunConfig, plan: Plan, *, folder: Path, start_file: Path, resumed: bool) -> ResidentExecutor:
+def _streaming(
+    config: RunConfig,
+    plan: Plan,
+    *,
+    folder: Path,
+    start_file: Path,
+    resumed: bool,
+    run_s: float = 0.0,
+    leaves: bool = False,
+) -> ResidentExecutor:
     from vramfit.engine.streaming import StreamingExecutor
     from vramfit.models.streamed import open_streamed
 
     _check(config)
     quiet_transformers()
+    torch.manual_seed(config.seed)  # as a model on the device begins
     if not config.trains_adapter:
-        return _streaming_all(config, plan, scratch=folder / SCRATCH)
+        return _streaming_all(config, plan, scratch=folder / SCRATCH, run_s=run_s, leaves=leaves)
     model, visits = open_streamed(
         config,
         plan,
@@ -65,6 +85,7 @@ def _streaming(config: RunConfig, plan: Plan, *, folder: Path, start_file: Path,
         for index, block in enumerate(visits.blocks):
             with visits.present(index, "up"):
                 measure_rows(block)
+    blocks = compiled_blocks(config, plan, model, run_s=run_s, visits=visits)
     executor = StreamingExecutor(
         model,
         visits=visits,
@@ -74,17 +95,18 @@ def _streaming(config: RunConfig, plan: Plan, *, folder: Path, start_file: Path,
         loss=config.loss,
     )
     executor.check()
+    executor.compiled = blocks
     return executor
 
 
-def _streaming_all(config: RunConfig, plan: Plan, *, scratch: Path) -> ResidentExecutor:
-    """Where the blocks that visit train."""
+def _streaming_all(config: RunConfig, plan: Plan, *, scratch: Path, run_s: float, leaves: bool) -> ResidentExecutor:
+    """Where the blocks that visit train. `leaves` as in DiskTier."""
     from vramfit.engine.streaming import StreamingExecutor
     from vramfit.engine.trained_blocks import TrainedBlocks
     from vramfit.models.block_tiers import own_tier
     from vramfit.models.streamed import open_streamed
 
-    model, visits = open_streamed(config, plan, scratch=scratch)
+    model, visits = open_streamed(config, plan, scratch=scratch, leaves=leaves)
     optimizer, stand_ins = build_host_optimizer(model, config.schedule, plan, seed=config.seed)
     weights: Any = visits.stream.tier
     trained = TrainedBlocks(
@@ -92,8 +114,9 @@ def _streaming_all(config: RunConfig, plan: Plan, *, scratch: Path) -> ResidentE
         weights,
         optimizer,
         stand_ins,
-        lambda layouts, name: own_tier(plan, plan.optimizer_tier, layouts, scratch, name),
+        lambda layouts, name: own_tier(plan, plan.optimizer_tier, layouts, scratch, name, leaves=leaves),
     )
+    blocks = compiled_blocks(config, plan, model, run_s=run_s, visits=visits)
     executor = StreamingExecutor(
         model,
         visits=visits,
@@ -104,6 +127,7 @@ def _streaming_all(config: RunConfig, plan: Plan, *, scratch: Path) -> ResidentE
         loss=config.loss,
     )
     executor.check()
+    executor.compiled = blocks
     return executor
 
 
@@ -115,11 +139,11 @@ def _check(config: RunConfig) -> None:
             f"{config.adapter.start} changes the base's weights, which are only read while blocks stream",
             "Choose another start of the adapters, or more memory for the run.",
         )
-    if config.memory.compile not in ("auto", "off"):
+    if config.memory.compile == "reduce-overhead":
         raise _refused(
             "memory.compile",
-            "Blocks are compiled where they stay on the device, and in this run they visit it one by one",
-            "Set compile to auto, or give the run more memory.",
+            "CUDA graphs need weights that stay in their place, and in this run blocks visit the device one by one",
+            "Set compile to default or auto, or give the run more memory.",
         )
 
 

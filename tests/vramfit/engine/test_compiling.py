@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
+from tests.vramfit.engine import test_streaming as adapted
+from tests.vramfit.engine import test_trained_blocks as trained
+from tests.vramfit.engine.test_streaming import a_config, batches, saved
+from tests.vramfit.engine.test_trained_blocks import disk, full_plan
 from vramfit.config import ScheduleChoice
 from vramfit.engine import compiling
 from vramfit.engine.activations import set_activations
@@ -198,3 +204,32 @@ def test_closed_they_are_as_before(tiny):
         CompiledBlocks(model)
     blocks.close()
     assert not any("forward" in block.__dict__ for block in model.model.layers)
+
+
+def streamed(tmp_path, *, compiled: bool, method: str, **changes):
+    """(executor, its compiled blocks or None) of a small Llama whose blocks visit."""
+    folder = saved("llama", tmp_path / "model")
+    config, plan = a_config(folder, method), disk(full_plan(method, **changes))
+    if method == "full":
+        here = trained.streaming(folder, plan, tmp_path / str(compiled), config=config)
+    else:
+        here = adapted.streaming(folder, dataclasses.replace(plan, lora_rank=4, lora_targets=("all-linear",)), tmp_path)
+    blocks = CompiledBlocks(here.model, visits=here.visits) if compiled else None
+    here.compiled = blocks
+    return here, blocks
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_blocks_that_visit_share_a_graph_for_each_pass(quick, tmp_path, method):
+    """One without gradients and one with them, for all blocks; the same kernels give the same bits."""
+    eager, _ = streamed(tmp_path, compiled=False, method=method)
+    compiled, blocks = streamed(tmp_path, compiled=True, method=method)
+    batch = batches()[:1]
+
+    taken = [(one.step(batch, 1e-2), other.step(batch, 1e-2)) for one, other in [(eager, compiled)] * 2]
+    assert all((one.loss, one.grad_norm) == (other.loss, other.grad_norm) for one, other in taken)
+    trained.assert_equal_states(eager, compiled)
+    assert blocks.on and not blocks.problem
+    assert graphs() == 2
+    assert compiled.evaluate(batch) == eager.evaluate(batch)
+    assert graphs() == 2

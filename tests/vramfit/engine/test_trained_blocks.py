@@ -12,9 +12,11 @@ import torch
 
 from tests.vramfit.engine.test_streaming import EAGER, a_config, a_plan, batches, saved
 from tests.vramfit.models.tiny_families import TINY
-from vramfit.config import ScheduleChoice
+from vramfit.config import RunConfig, ScheduleChoice
+from vramfit.engine import trained_blocks
 from vramfit.engine.governor import StepCost, build_stay_governor
 from vramfit.engine.later import Later
+from vramfit.engine.mapped import MappedFile
 from vramfit.engine.optimizers import build_host_optimizer, build_optimizer
 from vramfit.engine.resident import ResidentExecutor
 from vramfit.engine.streaming import StreamingExecutor
@@ -28,18 +30,22 @@ FAMILIES = [(family, changes) for family, changes in TINY if family not in ("gpt
 SCHEDULE = ScheduleChoice(weight_decay=0.1)
 
 
-def full_plan(**changes: Any) -> Plan:
-    return a_plan("full", lora_rank=0, lora_targets=(), **changes)
+def full_plan(method: Any = "full", **changes: Any) -> Plan:
+    return a_plan(method, lora_rank=0, lora_targets=(), **changes)
 
 
-def resident(folder: Path, plan: Plan, tmp_path: Path, **options: Any) -> ResidentExecutor:
-    model = load_model(a_config(folder, "full"), plan, cache=tmp_path)
+def resident(
+    folder: Path, plan: Plan, tmp_path: Path, config: RunConfig | None = None, **options: Any
+) -> ResidentExecutor:
+    model = load_model(config or a_config(folder, plan.method), plan, cache=tmp_path)
     return ResidentExecutor(model, plan=plan, optimizer=build_optimizer(model, SCHEDULE, plan, seed=3), **options)
 
 
-def streaming(folder: Path, plan: Plan, tmp_path: Path, **options: Any) -> StreamingExecutor:
+def streaming(
+    folder: Path, plan: Plan, tmp_path: Path, config: RunConfig | None = None, **options: Any
+) -> StreamingExecutor:
     scratch = tmp_path / "scratch"
-    model, visits = open_streamed(a_config(folder, "full"), plan, scratch=scratch)
+    model, visits = open_streamed(config or a_config(folder, plan.method), plan, scratch=scratch)
     optimizer, stand_ins = build_host_optimizer(model, SCHEDULE, plan, seed=3)
     weights: Any = visits.stream.tier
     trained = TrainedBlocks(
@@ -103,6 +109,23 @@ def test_every_optimizer(optimizer: Any, bits: Any, tmp_path: Path) -> None:
     plan = full_plan(optimizer=optimizer, optimizer_bits=bits)
 
     assert_equal_runs(resident(folder, plan, tmp_path), streaming(folder, disk(plan), tmp_path))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd"])
+@pytest.mark.parametrize("lends", [True, False])
+def test_weights_stepped_in_stretches(
+    optimizer: Any, lends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many a weight, the last one shorter, with clipped gradients; where a drive lends, and where it copies."""
+    monkeypatch.setattr(trained_blocks, "STRETCH", 1056)
+    if not lends:
+        monkeypatch.setattr(MappedFile, "of", staticmethod(lambda file, nbytes: None))
+    folder = saved("llama", tmp_path / "model", hidden_size=60, num_attention_heads=3, num_key_value_heads=1)
+    plan = full_plan(optimizer=optimizer)
+    options = {"max_grad_norm": 1e-3}
+
+    here = streaming(folder, disk(plan), tmp_path, **options)
+    assert_equal_runs(resident(folder, plan, tmp_path, **options), here)
 
 
 def test_muon(tmp_path: Path) -> None:

@@ -97,7 +97,8 @@ def test_where_everything_counts_nothing_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("memory", "changes"), [({"compile": "default"}, {}), ({}, {"method": "lora", "adapter": {"start": "pissa"}})]
+    ("memory", "changes"),
+    [({"compile": "default"}, {"adapter": {"dropout": 0.1}}), ({}, {"adapter": {"start": "pissa"}})],
 )
 def test_what_visiting_blocks_cannot_do_keeps_them_on_the_device(
     memory: dict[str, Any], changes: dict[str, Any]
@@ -108,5 +109,7 @@ def test_what_visiting_blocks_cannot_do_keeps_them_on_the_device(
     machine, big = without_card(), "Qwen/Qwen3-8B"
     budget = {"budget_gib": 20.0}
     assert planned(budget, method="lora", of=big, on=machine).weights_tier == "disk"
+    compiled = planned({**budget, "compile": "default"}, method="lora", of=big, on=machine)
+    assert (compiled.weights_tier, compiled.compiled) == ("disk", True)
     with pytest.raises(WontFit):
         planned({**budget, **memory}, of=big, on=machine, **{"method": "lora", **changes})

@@ -18,7 +18,7 @@ from vramfit.hardware.catalogue import cards, machine_with
 from vramfit.hardware.devices import Device, Machine
 from vramfit.models import catalogue
 from vramfit.models.architecture import Architecture
-from vramfit.planning.abilities import DESIGNED
+from vramfit.planning.abilities import DESIGNED, ENGINE, Abilities
 from vramfit.planning.memory import adapter_params
 from vramfit.planning.plan import Forecast, Workload
 from vramfit.planning.planner import forecast_run, total_steps
@@ -30,6 +30,7 @@ from vramfit.starter.recipe import starter_run
 from vramfit.units import GIB
 
 LONG = Workload(sequences=1000, mean_tokens=400, longest_tokens=1500)
+WITHOUT_A_START = dataclasses.replace(ENGINE, features=ENGINE.features - {"streamed_start"})
 
 
 def model(name: str) -> Architecture:
@@ -250,9 +251,11 @@ def held(free_gib: list[float]) -> Machine:
     return dataclasses.replace(machine, devices=cards)
 
 
-def refusal_on(machine: Machine, of: str = "Qwen/Qwen3-8B", method: str = "lora") -> WontFit:
+def refusal_on(
+    machine: Machine, of: str = "Qwen/Qwen3-8B", method: str = "lora", abilities: Abilities = ENGINE
+) -> WontFit:
     with pytest.raises(WontFit) as raised:
-        forecast_run(wish(method), architecture=model(of), machine=machine, workload=LONG)
+        forecast_run(wish(method), architecture=model(of), machine=machine, workload=LONG, abilities=abilities)
     return raised.value
 
 
@@ -264,7 +267,7 @@ def test_what_other_programs_hold_is_named_and_no_other_card_advised() -> None:
 
 
 def test_what_is_designed_is_named_as_it_is_written() -> None:
-    found = refusal_on(machine_with("RTX 3060", ram_gib=256), method="pretrain")
+    found = refusal_on(machine_with("RTX 3060", ram_gib=256), method="pretrain", abilities=WITHOUT_A_START)
 
     assert any(sentence.startswith("Another way (streaming from RAM) would need") for sentence in found.suggestions)
 
@@ -417,10 +420,16 @@ def test_other_ways_are_told_with_what_this_version_lacks() -> None:
 
 
 def test_what_this_version_lacks_is_never_chosen() -> None:
-    """An 8B from random weights fits 24 GiB only by streaming; a run is refused, a plan within the design is not."""
+    """An 8B from random weights fits 24 GiB only by streaming: an engine that cannot begin so refuses it."""
     machine = machine_with("RTX 4090", ram_gib=256)
     with pytest.raises(WontFit) as refusal:
-        forecast_run(wish("pretrain"), architecture=model("meta-llama/Meta-Llama-3-8B"), machine=machine, workload=LONG)
+        forecast_run(
+            wish("pretrain"),
+            architecture=model("meta-llama/Meta-Llama-3-8B"),
+            machine=machine,
+            workload=LONG,
+            abilities=WITHOUT_A_START,
+        )
     designed = forecast_run(
         wish("pretrain"),
         architecture=model("meta-llama/Meta-Llama-3-8B"),
