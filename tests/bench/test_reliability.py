@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reliability
 
-from tests.faults.scenario import Outcome
+from tests.faults.scenario import ALL, Outcome
 from vramfit.faults import KINDS, POINTS
 
 
@@ -19,7 +19,7 @@ def test_what_held_and_what_was_not_tried_is_told() -> None:
     page = reliability.page([*outcomes, outcome(POINTS[0], "kill", seed=1)], seconds=7.4)
     assert "| seeds | 2, of the kinds" in page
     assert f"| points | 1 of {len(POINTS)} |" in page
-    assert f"| faults tried | {len(KINDS) + 1} |" in page
+    assert f"| faults tried | {len(KINDS) + 1} of {len(ALL)} |" in page
     assert f"| trainers started | {2 * len(KINDS) + 2} |" in page
     assert "| seconds | 7 |" in page
     assert "| **violations** | **0** |" in page

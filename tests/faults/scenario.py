@@ -106,9 +106,9 @@ def arrival_of(point: str, seed: int) -> int | None:
 
 ALL: Final[tuple[Fault, ...]] = tuple(
     (point, kind, seed)
+    for seed in range(SEEDS)
     for point in POINTS
-    for kind in KINDS
-    for seed in range(SEEDS if kind in SEEDED else 1)
+    for kind in (SEEDED if seed else KINDS)
     if arrival_of(point, seed) is not None
 )
 
