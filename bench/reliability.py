@@ -1,7 +1,7 @@
 """`docs/reliability.md`: every point x kind x seed, gone through: python bench/reliability.py [--chosen] [--json]
 
-Takes half an hour: each starts two supervisors and two trainers. `--chosen` tries those that the tests try. Further seeds
-come last; `--minutes` begins no fault after so many, and the page says how many were left out.
+Takes half an hour: each starts two supervisors and two trainers. `--chosen` tries those that the tests try. Further
+seeds come last; `--minutes` begins no fault after so many, and the page says how many were left out.
 """
 
 from __future__ import annotations

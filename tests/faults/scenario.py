@@ -107,8 +107,8 @@ def arrival_of(point: str, seed: int) -> int | None:
 ALL: Final[tuple[Fault, ...]] = tuple(
     (point, kind, seed)
     for seed in range(SEEDS)
-    for point in POINTS
     for kind in (SEEDED if seed else KINDS)
+    for point in POINTS
     if arrival_of(point, seed) is not None
 )
 

@@ -351,18 +351,24 @@ def test_whoever_follows_sees_what_whoever_comes_late_sees(
         assert follower.columns["step"][-1] == step
 
 
-def test_a_run_of_100_000_steps_opens_thinned_and_is_followed_row_by_row(store: Store) -> None:
-    job = running(store, rows=1)
-    store._db.execute(  # copies of the first row: a hundred thousand objects would take longer than the test
+def copy_first_step(store: Store, job: int, count: int) -> None:
+    """Copies of the first row up to step `count`: so many objects would take longer than any test."""
+    store._db.execute(
         "INSERT INTO metrics (job, step, attempt, time, loss, learning_rate, grad_norm, tokens, tokens_per_s, "
         "step_seconds, epoch, allocated_bytes, reserved_bytes, resident_bytes, loss_scale, skipped) "
         "SELECT job, value, attempt, time + value, loss / value, learning_rate, grad_norm, tokens, "
         "tokens_per_s, step_seconds, epoch, allocated_bytes, reserved_bytes, resident_bytes, loss_scale, skipped "
-        "FROM metrics, (WITH RECURSIVE n (value) AS (VALUES (2) UNION ALL SELECT value + 1 FROM n LIMIT 99999) "
-        "SELECT value FROM n)"
+        "FROM metrics, (WITH RECURSIVE n (value) AS (VALUES (2) UNION ALL SELECT value + 1 FROM n LIMIT ?) "
+        "SELECT value FROM n) WHERE job = ?",
+        [count - 1, job],
     )
     with store._write(durable=False) as db:
-        store._roll_up(db, job.id, first=1, last=100_000)
+        store._roll_up(db, job, first=1, last=count)
+
+
+def test_a_run_of_100_000_steps_opens_thinned_and_is_followed_row_by_row(store: Store) -> None:
+    job = running(store, rows=1)
+    copy_first_step(store, job.id, 100_000)
     series = store.series(job.id)
     assert (series.rows, series.stride, len(series)) == (100_000, 64, 1562)
     store.record(job.id, attempt=1, steps=[metrics(100_001)])

@@ -84,7 +84,7 @@ def small_config(rows: Path, **sections: Any) -> RunConfig:
     values: dict[str, Any] = {
         "data": {"paths": [str(rows)], "max_length": 48, "eval_share": 0.1},
         "schedule": {"max_steps": 7, "sequences_per_step": 3, "learning_rate": 3e-3},
-        "output": {"prompts": ["The fox"], "sample_tokens": 8},
+        "output": {"prompts": [], "sample_tokens": 0},
     }
     for section, settings in sections.items():
         values[section] = {**values.get(section, {}), **settings} if isinstance(settings, dict) else settings

@@ -22,6 +22,7 @@ from vramfit.training.loop import CHECKPOINTS, train
 
 Build = Callable[..., RunConfig]
 Keep = Callable[[], Any]
+SAMPLES: dict[str, Any] = {"prompts": ["The fox"], "sample_tokens": 8}
 
 
 def stop_after(recorder: Any, step: int) -> Callable[[], bool]:
@@ -30,7 +31,8 @@ def stop_after(recorder: Any, step: int) -> Callable[[], bool]:
 
 def test_a_run_learns_and_reports_everything(small_run: Build, kept: Keep, cache: Path, tmp_path: Path) -> None:
     heard = kept()
-    result = train(small_run(schedule={"max_steps": 30}), folder=tmp_path / "run", cache=cache, recorder=heard)
+    config = small_run(schedule={"max_steps": 30}, output=SAMPLES)
+    result = train(config, folder=tmp_path / "run", cache=cache, recorder=heard)
     assert [step.step for step in heard.metrics] == list(range(1, 31))
     assert heard.losses[-1] < 0.5 * heard.losses[0]
     assert result.steps == result.total_steps == 30
@@ -88,7 +90,7 @@ def test_weights_of_messages_are_shares_of_a_step(small_run: Build, kept: Keep, 
 LONG: dict[str, Any] = {
     "schedule": {"max_steps": 13},
     "memory": {"micro_batch": 2},
-    "output": {"evaluate_every": 4, "prompts": [], "sample_tokens": 0},
+    "output": {"evaluate_every": 4},
 }
 """20 rows less 2 held out in steps of 3, two and one at a time: steps 6 and 12 end an epoch, 4 and 8 are evaluated."""
 
@@ -213,8 +215,10 @@ def test_case_107_the_same_seed_gives_the_same_run(small_run: Build, kept: Keep,
     runs = []
     for name, seed in (("a", 5), ("b", 5), ("c", 6)):
         heard = kept()
-        train(small_run(seed=seed), folder=tmp_path / name, cache=cache, recorder=heard)
+        config = small_run(seed=seed, schedule={"max_steps": 3}, output=SAMPLES)
+        train(config, folder=tmp_path / name, cache=cache, recorder=heard)
         runs.append((heard.losses, [sample.text for sample in heard.samples]))
+    assert len(runs[0][1]) == 2
     assert runs[0] == runs[1]
     assert runs[0] != runs[2]
 

@@ -205,7 +205,8 @@ def test_text_that_has_no_room_is_told_and_ends_nothing(
 
     monkeypatch.setattr(run, "generate", no_room)
     heard = kept()
-    train(small_run(), folder=tmp_path / "run", cache=own_cache, recorder=heard)
+    config = small_run(output={"prompts": ["The fox"], "sample_tokens": 8})
+    train(config, folder=tmp_path / "run", cache=own_cache, recorder=heard)
     assert len(heard.metrics) == 7 and heard.samples == []
     assert told(heard, "sample") == [
         f"No text was written {stage} training: memory ran out (Tried to allocate 2.00 GiB)."

@@ -169,7 +169,8 @@ def test_without_room_for_a_copy_it_waits_and_says_why(tmp_path: Path) -> None:
 def test_a_run_that_saves_aside_leaves_the_bytes_of_one_that_waits(
     small_run: Build, kept: Keep, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = small_run(output={"checkpoint_every": 1, "keep_checkpoints": 9, "evaluate_every": 2})
+    often = {"checkpoint_every": 1, "keep_checkpoints": 9, "evaluate_every": 2}
+    config = small_run(output=often, schedule={"max_steps": 3})
     told = {}
     for name, copies in (("aside", True), ("waiting", False)):
         recorder = kept()
@@ -180,11 +181,11 @@ def test_a_run_that_saves_aside_leaves_the_bytes_of_one_that_waits(
         told[name] = [event.message for event in recorder.events if event.kind == "checkpoint"]
         waits = [step.save_seconds for step in recorder.metrics]
         assert waits[0] is None and all(wait is not None and wait > 0 for wait in waits[1:])
-    saved = [f"Checkpoint saved at step {step}." for step in range(1, 8)]
+    saved = [f"Checkpoint saved at step {step}." for step in range(1, 4)]
     assert told["aside"] == saved
     assert [message for message in told["waiting"] if message in saved] == saved
     assert f"Training waits while a checkpoint is written: {NOT_PLANNED}." in told["waiting"]
-    for step in range(1, 8):
+    for step in range(1, 4):
         at = f"step-{step:08d}"
         found = {name: checkpoint.load(tmp_path / name / CHECKPOINTS, step) for name in told}
         for each in found.values():
