@@ -1,7 +1,7 @@
 """How long checkpoints hold training up, beside the copy alone: python bench/saving.py [--width 512] [--json]
 
-Trains a Llama of that width (eight blocks) in full on the CPU, first with checkpoints written aside, then with steps that
-wait for them. The copy alone is that of a checkpoint's own tensors into RAM of their own, as often as there were
+Trains a Llama of that width (eight blocks) in full on the CPU, first with checkpoints written aside, then with steps
+that wait for them. The copy alone is that of a checkpoint's own tensors into RAM of their own, as often as there were
 checkpoints. Figures are medians, with the least and the most.
 """
 
