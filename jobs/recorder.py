@@ -24,7 +24,7 @@ from vramfit.planning.plan import Forecast
 from vramfit.training.metrics import DriftCheck, Evaluation, Event, PhaseProgress, StepMetrics, Telemetry, TextSample
 
 if TYPE_CHECKING:
-    from jobs.store import Store
+    from jobs.store.measured import Measured
 
 FLUSH_S: Final = 0.5
 FLUSH_ROWS: Final = 200
@@ -70,7 +70,7 @@ class StoreRecorder:
     phase.
     """
 
-    def __init__(self, store: Store, job: int, *, attempt: int) -> None:
+    def __init__(self, store: Measured, job: int, *, attempt: int) -> None:
         self._store, self._job, self._attempt = store, job, attempt
         self._waiting = _Batch()
         self._wanted_at: float | None = None  # monotonic time at which what waits must be written

@@ -14,7 +14,8 @@ import pytest
 
 from jobs import doctor, processes
 from jobs.doctor import examine, main
-from jobs.store import _TABLES_OF_JOBS, SUPERVISOR_LEASE, Store
+from jobs.store import SUPERVISOR_LEASE, Store
+from jobs.store.database import TABLES_OF_JOBS
 from vramfit.config import RunConfig
 from vramfit.errors import JobError
 from vramfit.training import checkpoint
@@ -111,7 +112,7 @@ def test_rows_of_no_job_are_deleted_after_a_copy_was_made(
 def test_every_table_that_belongs_to_jobs_is_looked_at(store: Store) -> None:
     names = store._db.table_names()
     owned = {name for name in names if "job" in store._db[name].columns_dict}
-    assert owned == set(_TABLES_OF_JOBS)
+    assert owned == set(TABLES_OF_JOBS)
 
 
 def test_folders_without_a_row_and_rows_without_a_folder_are_told_and_left(
