@@ -430,7 +430,8 @@ def test_a_text_that_cannot_be_written_does_not_undo_a_finished_run(
 
     monkeypatch.setattr("vramfit.training.run.generate", overflows_later)
     heard = kept()
-    result = train(small_run(schedule={"max_steps": 1}), folder=tmp_path / "run", cache=cache, recorder=heard)
+    config = small_run(schedule={"max_steps": 1}, output=SAMPLES)
+    result = train(config, folder=tmp_path / "run", cache=cache, recorder=heard)
     assert result.export is not None
     assert [event.message for event in heard.events if event.kind == "sample"] == [
         "The model's output is not finite numbers"

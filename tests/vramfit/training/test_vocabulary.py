@@ -65,7 +65,9 @@ def test_a_prompt_may_not_have_one_either(
 ) -> None:
     rows = starter_vocabulary()
     folder = model_with(cache, tmp_path / "model", vocab_size=rows, pad="<added>")
-    config = small_run(model={"source": str(folder)}, method="full", output={"prompts": ["Once <added>"]})
+    config = small_run(
+        model={"source": str(folder)}, method="full", output={"prompts": ["Once <added>"], "sample_tokens": 8}
+    )
     with pytest.raises(ModelError, match=rf"gives token {rows}, "):
         train(config, folder=tmp_path / "run", cache=cache, recorder=kept())
 
