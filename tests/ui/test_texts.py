@@ -51,8 +51,9 @@ def test_a_plan_s_reasons_are_chinese_in_chinese() -> None:
     config = RunConfig.parse({"method": "pretrain", "model": {"source": "Qwen/Qwen3-1.7B"}})
     work = Workload(sequences=100, mean_tokens=500, longest_tokens=900)
     machine = machine_with("RTX 3060", count=2)
+    large = RunConfig.parse({"method": "pretrain", "model": {"source": "Qwen/Qwen3-14B"}})
     with pytest.raises(WontFit) as caught:
-        forecast_run(config, architecture=architecture_of(config.model), machine=machine, workload=work)
+        forecast_run(large, architecture=architecture_of(large.model), machine=machine, workload=work)
     forecast = forecast_run(
         config, architecture=architecture_of(config.model), machine=machine, workload=work, abilities=DESIGNED
     )
