@@ -20,9 +20,11 @@ from vramfit.errors import WontFit
 from vramfit.hardware.catalogue import find, machine_with
 from vramfit.models import catalogue
 from vramfit.planning.block import block_memory
+from vramfit.planning.memory import walks
 from vramfit.planning.operations import block_work
 from vramfit.planning.plan import Workload
 from vramfit.planning.planner import forecast_run
+from vramfit.planning.stored import stored_as
 
 CARDS = ("RTX 3060", "RTX 4090", "A100 80GB")
 METHODS = ("full", "lora", "qlora")
@@ -63,8 +65,8 @@ def seconds(name: str, card: str, method: str) -> float:
     architecture, found = catalogue.find(name), find(card)
     assert architecture is not None and found is not None
     config = RunConfig.parse({"method": method, "model": {"source": name}})
-    block_memory.cache_clear()
-    block_work.cache_clear()
+    for known in (block_memory, block_work, walks, stored_as):
+        known.cache_clear()
     began = time.process_time()
     with contextlib.suppress(WontFit):
         forecast_run(config, architecture=architecture, machine=machine_with(found), workload=WORKLOAD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -37,3 +38,11 @@ def smollm2_folder() -> Path:
         # A child process, so that the half gigabyte it needs on the way is given back.
         subprocess.run([sys.executable, str(Path(__file__).with_name("unpack_smollm2.py")), str(folder)], check=True)
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collected_before() -> None:
+    """What earlier files have left is not looked through again: libraries alone are half a million objects, and every
+    full collection, which the engine asks for after memory ran out, would take a second and more."""
+    gc.collect()
+    gc.freeze()

@@ -93,7 +93,8 @@ def error_card(error: VramfitError, texts: Texts) -> str:
     if isinstance(error, WontFit) and error.forecast is not None:
         return forecast_card(error.forecast, texts, device_name="", refusal=error)
     title = texts["estimate.unavailable"]
-    return _card([_head(texts, "open", title=title), _sentence(error.what), _sentence(error.remedy)], state="open")
+    said = [_sentence(texts.said(error.what)), _sentence(texts.said(error.remedy))]
+    return _card([_head(texts, "open", title=title), *said], state="open")
 
 
 def later_card(sentence: str, texts: Texts, *, device_name: str, ask_again: int | None = None) -> str:
@@ -116,7 +117,8 @@ def problems_card(problems: Sequence[Problem], texts: Texts) -> str:
 def notice_card(error: VramfitError, texts: Texts) -> str:
     """What went wrong when a button was pressed: one card, two sentences."""
     title = f'<div class="vf-notice-title">{_esc(texts["error.title"])}</div>'
-    return f'<div class="vf-notice" role="alert">{title}{_sentence(error.what)}{_sentence(error.remedy)}</div>'
+    said = _sentence(texts.said(error.what)) + _sentence(texts.said(error.remedy))
+    return f'<div class="vf-notice" role="alert">{title}{said}</div>'
 
 
 def _card(body: Sequence[str], *, state: str) -> str:

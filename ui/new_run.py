@@ -557,8 +557,8 @@ class NewRun:
             return problems_card(error.problems, self.texts)
         for kind, field, own in _FIELD_OF_ERROR:
             if isinstance(error, kind):
-                remedy = self.texts[own] if own else error.remedy
-                return problems_card([Problem(field=field, what=error.what, remedy=remedy)], self.texts)
+                what, remedy = self.texts.said(error.what), self.texts[own] if own else self.texts.said(error.remedy)
+                return problems_card([Problem(field=field, what=what, remedy=remedy)], self.texts)
         return error_card(error, self.texts)
 
     def _add_once(self, config: RunConfig, preview: Preview, *, session: str) -> int:

@@ -11,7 +11,8 @@ import pytest
 from ui.estimate import error_card, forecast_card, notice_card, peak_parts, problems_card, segments
 from ui.texts import texts_of
 from vramfit.config import RunConfig
-from vramfit.errors import ModelError, Problem, WontFit
+from vramfit.errors import HardwareError, ModelError, Problem, WontFit
+from vramfit.hardware.catalogue import get as card_named
 from vramfit.hardware.catalogue import machine_with
 from vramfit.models import catalogue
 from vramfit.planning.plan import Choice, Forecast, MemoryEstimate, PhaseMemory, Plan, SpeedEstimate, Workload
@@ -177,3 +178,12 @@ def test_a_refusal_is_said_in_chinese_with_the_same_numbers(kind: str) -> None:
         assert html.escape(EN.said(sentence)) in english and html.escape(told) in chinese
         assert re.search("[\u4e00-\u9fff]", told) and not re.search(r"\b(would|needs?|with|of|free|instead)\b", told)
         assert sorted(re.findall(r"[\d.]+ GiB", told)) == sorted(re.findall(r"[\d.]+ GiB", sentence))
+
+
+def test_a_missing_device_is_said_in_the_readers_language() -> None:
+    with pytest.raises(HardwareError) as raised:
+        machine_with(card_named("RTX 4090")).device("cuda:3")
+    shown = error_card(raised.value, texts_of("zh"))
+    assert "本机没有设备“cuda:3”，只有：cuda:0" in shown and "no device" not in shown
+    assert "请选择其中之一" in notice_card(raised.value, texts_of("zh"))
+    assert "This machine has no device" in error_card(raised.value, EN)

@@ -40,8 +40,8 @@ from vramfit.errors import InternalError, ModelError, UserError, VramfitError
 from vramfit.models.architecture import Architecture, from_config
 from vramfit.models.families import FULL_ATTENTION_EVERY
 from vramfit.planning.abilities import missing
-from vramfit.planning.memory import QUANTISED, weight_bytes
 from vramfit.planning.plan import Plan
+from vramfit.planning.stored import QUANTISED, weight_bytes
 
 PHASES: Final = ("load", "loss", "backward", "step", "evaluation")
 LINEAR_WITHIN: Final = 0.002
@@ -92,6 +92,8 @@ class StorageFollower(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _WHERE:  # more than half of all that is asked; it makes nothing
+            return args[0].fake_device
         self.operations += 1
         self._note()
         answer = _ANSWERS.get(func)
@@ -158,6 +160,9 @@ class StorageFollower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The peak of the phase, with `inside` bytes that a kernel makes and frees by itself."""
         self.peaks[self.phase] = max(self.peaks[self.phase], self.alive - self.in_ram() + inside)
 
+
+_WHERE: Final = torch.ops.prim.device.default
+"""Where a fake tensor would be."""
 
 _BUFFERS_INSIDE: Final = frozenset({torch.ops.aten.logsumexp.default})
 """Kernels that make a copy of their input which no operation returns."""
@@ -242,13 +247,14 @@ def trace(
 @dataclass
 class _Depths:
     """Traces of fewer blocks than the model has. A depth is (frozen, recomputed, compressed, kept) blocks, in that
-    order."""
+    order. Of `steps` the last one counts: one is enough, as states are there before it."""
 
     values: Mapping[str, Any]
     architecture: Architecture
     plan: Plan
     length: int
     trained_share: float
+    steps: int = 1
 
     def trace(self, *, whole: bool) -> Trace:
         frozen = self.plan.first_trained(self.architecture.layers)
@@ -324,7 +330,9 @@ class _Depths:
                 optimizer.chunk_numbers = CHUNK_ON_CARD  # on a CPU's own there would be sixteen times the operations
             executor = TracedExecutor(model, follower=follower, plan=plan, optimizer=optimizer)
             batch = _batch(plan.micro_batch, self.length, packed=plan.packing)
-            for _ in range(2):  # the optimizer's states only exist from the second step on
+            with follower.within("step"):
+                make_states(optimizer)
+            for _ in range(self.steps):
                 follower.forget()
                 executor.step([batch] * min(plan.accumulation, 2), learning_rate=1e-4)
             with follower.within("evaluation"):
@@ -389,6 +397,17 @@ def materialise(model: nn.Module) -> None:
                     trains = isinstance(value, nn.Parameter)
                     made[id(value)] = nn.Parameter(empty, requires_grad=value.requires_grad) if trains else empty
                 places[name] = made[id(value)]
+
+
+def make_states(optimizer: torch.optim.Optimizer) -> None:
+    """The states of all weights that train, as a first step leaves them; its gradients are made up, so that no model
+    has to run for it."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    for weight in weights:
+        weight.grad = None
 
 
 def _moved(depth: tuple[int, ...], axis: int, steps: int) -> tuple[int, ...]:

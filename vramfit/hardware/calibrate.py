@@ -25,6 +25,7 @@ from typing import Any, Final
 
 from vramfit.errors import HardwareError
 from vramfit.hardware.devices import Device, ProductRate, TorchBuild, torch_build
+from vramfit.sentences import say
 
 log = logging.getLogger(__name__)
 
@@ -140,10 +141,8 @@ def _ask_worker(command: tuple[str, ...], order: str, progress: Progress | None)
         complaints.seek(0)
         last = (problem or complaints.read()).strip().splitlines()
     if found is None:
-        raise HardwareError(
-            f"Measuring this machine did not come to an end: {last[-1] if last else 'no reason was given'}",
-            "Rates of the catalogue are used until it does; python -m vramfit calibrate tries again.",
-        )
+        why = last[-1] if last else say("hardware.no_reason")
+        raise HardwareError(say("hardware.not_measured", why=why), say("hardware.measure_again"))
     return found
 
 

@@ -79,9 +79,9 @@ def get(name: str) -> Card:
     """The card called `name`. Raises HardwareError, naming all there are."""
     card = find(name)
     if card is None:
+        names = ", ".join(item.name for item in cards())
         raise HardwareError(
-            f"The catalogue of {len(cards())} cards has no {name!r}",
-            "Choose one of: " + ", ".join(item.name for item in cards()) + ".",
+            say("hardware.no_card", count=len(cards()), name=name), say("hardware.choose_card", names=names)
         )
     return card
 

@@ -103,6 +103,7 @@ class Machine:
     def device(self, name: str) -> Device:
         """The device called `name` ("auto": the first). Raises HardwareError, naming what there is."""
         from vramfit.errors import HardwareError
+        from vramfit.sentences import say
 
         if name == "auto":
             return self.devices[0]
@@ -110,7 +111,7 @@ class Machine:
             if device.torch_device == name:
                 return device
         there = ", ".join(device.torch_device for device in self.devices)
-        raise HardwareError(f"This machine has no device {name!r}, it has: {there}", "Choose one of those, or auto.")
+        raise HardwareError(say("hardware.no_device", name=name, there=there), say("hardware.choose_device"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from vramfit.errors import ModelError
 from vramfit.models import families
 from vramfit.models.config_keys import ACTIVATIONS, known_keys, tidy
 from vramfit.models.families import Family
 from vramfit.sentences import say
+
+_Value = TypeVar("_Value")
 
 MOST_LAYERS: Final = 4096
 MOST: Final = 2**31
@@ -174,14 +177,37 @@ class Architecture:
         return self.sliding_window is not None and not (every and (layer + 1) % every == 0)
 
     @cached_property
+    def mixtures(self) -> tuple[bool, ...]:
+        """Of each block whether it has experts."""
+        experts = self.experts
+        return tuple(experts is not None and experts.at(layer) for layer in range(self.layers))
+
+    @cached_property
+    def windows(self) -> tuple[bool, ...]:
+        """Of each block whether it slides."""
+        return tuple(self.slides(layer) for layer in range(self.layers))
+
+    def by_kind(self, value: Callable[[int], _Value], *, windows: bool = False, first: int = 0) -> tuple[_Value, ...]:
+        """`value` of every block from `first` on, worked out once for those without experts and once for those with;
+        with `windows`, also for those that slide and those that do not."""
+        kinds = tuple(zip(self.mixtures, self.windows, strict=True)) if windows else self.mixtures
+        found = {kind: value(kinds.index(kind, first)) for kind in dict.fromkeys(kinds[first:])}
+        return tuple([found[kind] for kind in kinds[first:]])
+
+    @cached_property
     def moe_layers(self) -> int:
         """How many blocks have experts."""
-        return sum(self.experts.at(layer) for layer in range(self.layers)) if self.experts else 0
+        return sum(self.mixtures)
+
+    @cached_property
+    def shape(self) -> Architecture:
+        """Itself without its name, so that what is worked out for equal shapes is worked out once."""
+        return dataclasses.replace(self, name="", published_params=None)
 
     @cached_property
     def params(self) -> int:
         """All parameters, a tied head counted once."""
-        return self.outside_params + sum(self.params_of_block(layer) for layer in range(self.layers))
+        return self.outside_params + sum(self.by_kind(self.params_of_block))
 
     @cached_property
     def active_params(self) -> int:
@@ -191,7 +217,7 @@ class Architecture:
     @cached_property
     def block_params(self) -> int:
         """Parameters of the largest block: the unit of streaming and recompute."""
-        return max(self.params_of_block(layer) for layer in range(self.layers))
+        return max(self.by_kind(self.params_of_block))
 
     @property
     def embedding_params(self) -> int:
@@ -338,7 +364,7 @@ class Architecture:
         head = 0 if self.tied_embeddings else self.head_params
         return narrowed + norm + head + (self.vocab_size if self.head_bias else 0)
 
-    @property
+    @cached_property
     def outside_params(self) -> int:
         """Everything that is not in a block."""
         hidden = self.hidden_size

@@ -25,8 +25,8 @@ from vramfit.models.attention import implementation
 from vramfit.models.catalogue import architecture_in, architecture_of, may_be_hub_id
 from vramfit.models.files import check_folder, read_config, weight_files
 from vramfit.models.tokenizer import cannot_load, load_options, local_folder
-from vramfit.planning.memory import QUANTISED
 from vramfit.planning.plan import Plan
+from vramfit.planning.stored import QUANTISED
 
 _ENDS: Final = 2**20
 """Bytes at each end of a file by which it is told from another."""

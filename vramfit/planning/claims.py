@@ -14,11 +14,11 @@ from vramfit.hardware.catalogue import machine_with
 from vramfit.models import catalogue
 from vramfit.models.architecture import Architecture
 from vramfit.planning.abilities import DESIGNED
-from vramfit.planning.memory import weight_bytes
 from vramfit.planning.plan import Plan, Workload
 from vramfit.planning.rates import rates_of
 from vramfit.planning.search import Candidate, Search, quickest
 from vramfit.planning.speed import KERNELS_OUTSIDE, estimate_speed, flops_per_token
+from vramfit.planning.stored import weight_bytes
 from vramfit.units import GIB
 
 Verdict = Literal["true under a condition", "impossible", "true of another thing"]
@@ -69,7 +69,7 @@ def _search(model: Architecture, card: str, *, length: int, ram_gib: float, meth
 
 
 def _best(search: Search, *, name: str) -> Candidate:
-    family = next(family for family in search.families() if family.name == name)
+    family = next(family for family in search.families if family.name == name)
     found = quickest(search.fitting(family))
     if found is None:
         raise AssertionError(f"{search.architecture.name} does not fit by {name}")
@@ -82,7 +82,7 @@ def seventy_on_24() -> Answer:
     search = _search(model, "RTX 4090", length=2048, ram_gib=96)
     streamed = _best(search, name="streaming from RAM")
     base = weight_bytes(model, streamed.plan)
-    whole = search.least(search.families()[0])
+    whole = search.least(search.families[0])
     return Answer(
         claim="70B in 21 GB on a 4090",
         verdict="true under a condition",

@@ -18,18 +18,11 @@ from typing import Final, NamedTuple
 from vramfit.models.architecture import Architecture
 from vramfit.planning.allocator import Event
 from vramfit.planning.block import block_tape
-from vramfit.planning.memory import (
-    BYTES,
-    QUANTISED,
-    Work,
-    block_weights,
-    compresses,
-    outside_weights,
-    sizes_of_block,
-)
+from vramfit.planning.memory import Work, compresses
 from vramfit.planning.optimizer_memory import STATES, Weight, state_bytes
 from vramfit.planning.plan import Plan, Workload
 from vramfit.planning.program import OURS, Program
+from vramfit.planning.stored import BYTES, QUANTISED, block_weights, outside_weights, sizes_of_block
 from vramfit.planning.tape import GRADIENT, PACKING, PIECE, RESTORING, Step, Tape
 
 _STEPS: Final = 3
@@ -112,17 +105,17 @@ class _Run:
         """(bytes, bytes of the 16-bit matrix it is quantised from or 0) of every tensor of weights on this card."""
         work, plan = self.work, self.plan
         if work.shares_weights:
-            yield work.scales, 0.0
-            left = work.weights - work.scales
-            shares = [0.0 if work.streams else size / plan.cards for size in work.block_bytes]
-            shares = [share - work.scales / plan.cards / len(shares) for share in shares]
+            yield work.stored.scales, 0.0
+            left = work.weights - work.stored.scales
+            shares = [0.0 if work.streams else size / plan.cards for size in work.stored.block_bytes]
+            shares = [share - work.stored.scales / plan.cards / len(shares) for share in shares]
             yield from ((share, 0.0) for share in shares if not work.streams)
             yield from self._outside(left - sum(shares) if not work.streams else 0.0)
             return
         stay = list(range(self.shape.layers))
         if work.streams:
-            stay = sorted(stay, key=lambda layer: -work.block_bytes[layer])[: plan.resident_blocks]
-        yield from self._outside(work.weights - sum(work.block_bytes[layer] for layer in stay))
+            stay = sorted(stay, key=lambda layer: -work.stored.block_bytes[layer])[: plan.resident_blocks]
+        yield from self._outside(work.weights - sum(work.stored.block_bytes[layer] for layer in stay))
         for layer in stay:
             yield from self._block_weights(layer)
 
@@ -138,7 +131,7 @@ class _Run:
         return self.shape.params - sum(self.shape.params_of_block(layer) for layer in range(self.shape.layers))
 
     def _block_weights(self, layer: int) -> Iterator[tuple[float, float]]:
-        plan, left = self.plan, self.work.block_bytes[layer]
+        plan, left = self.plan, self.work.stored.block_bytes[layer]
         packs = bool(plan.lora_rank) and plan.weight_format in QUANTISED
         stored = BYTES[plan.weight_format if plan.lora_rank else plan.trained_format]
         for linear in self.shape.linears(layer):
@@ -226,7 +219,7 @@ class _Run:
 
     def _casts(self, layer: int) -> list[int]:
         """16-bit copies of a block's trained matrices."""
-        whole = self.work.casts[layer]
+        whole = self.work.stored.casts[layer]
         if not whole or self.plan.lora_rank:
             return [self.make(whole)]
         linears = self.shape.linears(layer)
@@ -404,7 +397,7 @@ class _Run:
             self.free(temporary, unpacked)
             if at_once:
                 steps_now = whole and self.plan.optimizer_in_backward and work.uses_up_gradients
-                self.free(self.make(work.step_chunk) if steps_now else 0, whole)
+                self.free(self.make(work.stored.step_chunk) if steps_now else 0, whole)
             else:
                 made.append(whole)
         return made, live[left] if left else 0
@@ -467,7 +460,7 @@ class _Run:
                     self.make(size)
             self._has_states = True
         if on_device and not work.uses_up_gradients:
-            self.free(self.make(work.step_chunk))
+            self.free(self.make(work.stored.step_chunk))
         if on_device and plan.optimizer_bits >= 16 and not plan.optimizer_in_backward:
             casts = [self.make(work.program.step_gradient * numbers) for numbers, _ in self._trained_tensors()]
             scale = work.program.step_temporary * work.weight

@@ -129,7 +129,7 @@ def _outcome(search: Search, found: Candidate, verdict: Verdict) -> Outcome:
         tokens_per_s=found.speed.tokens_per_s if verdict != "no" else 0.0,
         needs=missing(found.plan, ENGINE),
         limit=limit,
-        least_bytes=min(search.least(family).memory.device_bytes for family in search.families()),
+        least_bytes=min(search.least(family).memory.device_bytes for family in search.families),
         on_cpu=search.device.kind == "cpu",
     )
 

@@ -23,186 +23,37 @@ programs differ is in `program.py`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Final, TypeVar
 
-from vramfit.models.architecture import Architecture, Linear
+from vramfit.models.architecture import Architecture
 from vramfit.models.families import MASK_OF_ALL_POSITIONS
 from vramfit.planning.block import BlockMemory, Formats, block_memory
-from vramfit.planning.optimizer_memory import Weight, state_bytes, step_bytes
 from vramfit.planning.plan import MEMORY_KINDS, MemoryEstimate, MemoryKind, PhaseMemory, Plan, Workload
 from vramfit.planning.program import OURS, Program
-from vramfit.planning.slots import SplitBlock, groups_of, slot_bytes, split_block, together
+from vramfit.planning.slots import SplitBlock, groups_of, slot_bytes, together
+from vramfit.planning.stored import (
+    BYTES,
+    QUANTISED,
+    Stored,
+    adapted_linears,
+    experts_in_one,
+    head_trains,
+    stored,
+)
 from vramfit.planning.tape import Moment
 from vramfit.units import GIB
 
 _Value = TypeVar("_Value")
 
-BYTES: Final = {
-    "fp32": 4.0,
-    "tf32": 4.0,
-    "bf16": 2.0,
-    "fp16": 2.0,
-    "int8": 1.0 + 4 / 4096,
-    "nf4": 0.5 + 1 / 64 + 4 / 16384,
-    "nf4-plain": 0.5 + 4 / 64,
-    "gptq-int4": 0.5 + 2.5 / 128,
-    "gptq-int4-whole": 0.5,
-    "gptq-int8": 1.0 + 3 / 128,
-}
-"""Bytes per stored weight. int8: an fp32 scale per row of 4,096. nf4, doubly quantised: 4 bits, an 8-bit scale per 64
-weights, an fp32 per 256 scales; plain: an fp32 scale per 64. GPTQ in groups of 128: a 16-bit scale and a packed zero
-each; whole: one for a column, which is nothing beside the rest."""
-
-QUANTISED: Final = frozenset({"int8", "nf4", "nf4-plain", "gptq-int4", "gptq-int4-whole", "gptq-int8"})
 
 COMMUNICATION_BYTES: Final = GIB
 """Buffers of NCCL on one card: 0.5 to 1.5 GiB."""
 
 STREAM_SLOTS: Final = 2
 """Blocks on the device at once while streaming: one computes, one arrives."""
-
-
-def adapter_params(
-    architecture: Architecture, *, rank: int, targets: tuple[str, ...], dora: bool = False, experts: bool = False
-) -> int:
-    """Parameters of LoRA: rank x (inputs + outputs) for each adapted linear of each block. DoRA has a length for each
-    output, too; `experts` are those beside each expert of a mixture."""
-
-    def of_block(layer: int) -> int:
-        return sum(adapter_sizes(architecture, layer, rank=rank, targets=targets, dora=dora, experts=experts))
-
-    return sum(_by_kind(architecture, of_block))
-
-
-def adapter_sizes(
-    architecture: Architecture,
-    layer: int,
-    *,
-    rank: int,
-    targets: tuple[str, ...],
-    dora: bool = False,
-    experts: bool = False,
-) -> tuple[int, ...]:
-    """Numbers of every tensor of the adapters of block `layer`."""
-    weights = _adapter_weights(architecture, layer, rank=rank, targets=targets, dora=dora, experts=experts)
-    return tuple(weight.numbers for weight in weights)
-
-
-def _adapter_weights(
-    architecture: Architecture, layer: int, *, rank: int, targets: tuple[str, ...], dora: bool, experts: bool
-) -> Iterator[Weight]:
-    for linear in adapted_linears(architecture, layer, targets):
-        for side in (linear.inputs, linear.outputs):
-            yield Weight(rank * side * linear.copies, (rank + side) * linear.copies, copies=linear.copies)
-        if dora:
-            yield Weight(linear.outputs * linear.copies)
-    for inputs, outputs in expert_sides(architecture, layer) if experts else ():
-        yield from (Weight(rank * side, rank + side) for side in (inputs, outputs))
-
-
-def outside_weights(architecture: Architecture, plan: Plan) -> Iterator[Weight]:
-    """Weights that train outside the blocks, an embedding first; vectors together."""
-    shape = architecture
-    matrix = Weight(shape.embedding_params, shape.vocab_size + shape.hidden_size, inside=False)
-    if plan.lora_rank:
-        yield from (matrix for _ in plan.saved_modules)
-        return
-    if plan.last_blocks:
-        head = 0 if shape.tied_embeddings else shape.head_params
-        if head:
-            yield Weight(head, shape.vocab_size + shape.hidden_size, inside=False)
-        yield Weight(shape.after_params - head, inside=False)
-        return
-    head = 0 if shape.tied_embeddings else shape.head_params
-    positions = shape.learned_positions * shape.hidden_size
-    yield matrix
-    if positions:
-        yield Weight(positions, shape.learned_positions + shape.hidden_size, inside=False)
-    if head:
-        yield Weight(head, shape.vocab_size + shape.hidden_size, inside=False)
-    yield Weight(shape.outside_params - matrix.numbers - positions - head, inside=False)
-
-
-def block_weights(architecture: Architecture, layer: int, plan: Plan) -> Iterator[Weight]:
-    """Weights of block `layer` that train; vectors together where all train. A block before the last ones has none."""
-    if layer < plan.first_trained(architecture.layers):
-        return
-    if plan.lora_rank:
-        yield from _adapter_weights(
-            architecture,
-            layer,
-            rank=plan.lora_rank,
-            targets=plan.lora_targets,
-            dora=plan.dora,
-            experts=plan.lora_experts,
-        )
-        return
-    left = architecture.params_of_block(layer)
-    for linear in architecture.linears(layer):
-        there = min(left, linear.weights)  # a counted block may have fewer parameters than its shape says
-        left -= there
-        yield Weight(there, (linear.inputs + linear.outputs) * linear.copies, copies=linear.copies)
-    yield Weight(left)
-
-
-def expert_sides(architecture: Architecture, layer: int) -> tuple[tuple[int, int], ...]:
-    """(inputs, outputs) of all experts of block `layer` together, for each tensor they are kept in: what makes the gate
-    and what makes its factor lie in one."""
-    own = [linear for linear in architecture.linears(layer) if linear.part == "expert" and not linear.module]
-    if not own:
-        return ()
-    *ups, down = own
-    up = ups[0].inputs * ups[0].copies, sum(linear.outputs * linear.copies for linear in ups)
-    return up, (down.inputs * down.copies, down.outputs * down.copies)
-
-
-def adapted_linears(architecture: Architecture, layer: int, targets: tuple[str, ...]) -> tuple[Linear, ...]:
-    """The linears of block `layer` that get adapters. ("all-linear",) takes every linear module of the block.
-
-    A target may be more than a name: `self_attn.q_proj` is a q_proj.
-    """
-    everything = targets[:1] == ("all-linear",)
-    names = {target.rpartition(".")[2] for target in targets}
-    return tuple(
-        linear for linear in architecture.linears(layer) if linear.module and (everything or linear.name in names)
-    )
-
-
-def trained_params(architecture: Architecture, plan: Plan) -> int:
-    """Parameters with a gradient."""
-    if plan.lora_rank:
-        adapters = adapter_params(
-            architecture, rank=plan.lora_rank, targets=plan.lora_targets, dora=plan.dora, experts=plan.lora_experts
-        )
-        return adapters + len(plan.saved_modules) * architecture.embedding_params
-    return trained_outside(architecture, plan) + sum(
-        _of_blocks(architecture, plan, lambda layer: _block_trained(architecture, layer, plan), 0)
-    )
-
-
-def trained_outside(architecture: Architecture, plan: Plan) -> int:
-    """Parameters with a gradient that are in no block."""
-    if plan.lora_rank:
-        return len(plan.saved_modules) * architecture.embedding_params
-    return architecture.after_params if plan.last_blocks else architecture.outside_params
-
-
-def head_trains(architecture: Architecture, plan: Plan) -> bool:
-    """Whether the matrix that makes logits does."""
-    if plan.lora_rank:
-        return "head" in plan.saved_modules
-    return not (plan.last_blocks and architecture.tied_embeddings)
-
-
-def _of_blocks(
-    architecture: Architecture, plan: Plan, value: Callable[[int], _Value], frozen: _Value
-) -> tuple[_Value, ...]:
-    """`value` of every block that has a backward, as `_by_kind` finds it, and `frozen` for those before them."""
-    first = plan.first_trained(architecture.layers)
-    return (*[frozen] * first, *_by_kind(architecture, value, first=first))
 
 
 def estimate_memory(
@@ -306,12 +157,10 @@ class Work:
     last_tokens: float
     length: int
     formats: Formats
-    trained: int
+    stored: Stored
     weight: float
     gradient: float
     blocks: tuple[BlockMemory, ...]
-    block_trained: tuple[int, ...]
-    casts: tuple[float, ...]
     first: int
 
     @classmethod
@@ -327,31 +176,39 @@ class Work:
             last_tokens=plan.micro_batch * min(length, workload.mean_tokens),
             length=length,
             formats=formats,
-            trained=trained_params(architecture, plan),
+            stored=stored(architecture, plan, program),
             weight=weight,
             gradient=weight if program.gradient is None else program.gradient,
-            blocks=tuple(_blocks(architecture, formats, plan, frozen=not (plan.trains_all or program.input_grads))),
-            block_trained=_of_blocks(architecture, plan, lambda layer: _block_trained(architecture, layer, plan), 0),
-            casts=_of_blocks(architecture, plan, lambda layer: _cast_bytes(architecture, layer, plan, formats), 0.0),
+            blocks=_blocks(architecture, formats, plan, frozen=not (plan.trains_all or program.input_grads)),
             first=plan.first_trained(architecture.layers),
         )
 
     # --- states ------------------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def head_trains(self) -> bool:
         return head_trains(self.architecture, self.plan)
 
-    @property
+    @cached_property
+    def trained(self) -> int:
+        """Parameters with a gradient."""
+        return self.stored.trained
+
+    @cached_property
+    def block_trained(self) -> tuple[int, ...]:
+        """Those of each block."""
+        return self.stored.block_trained
+
+    @cached_property
     def shares_weights(self) -> bool:
         return self.plan.sharding in ("zero3", "fsdp")
 
-    @property
+    @cached_property
     def streams(self) -> bool:
         """Whether blocks visit the device one by one, from RAM or disk."""
         return self.plan.weights_tier != "device"
 
-    @property
+    @cached_property
     def trains_visitors(self) -> bool:
         """Whether the blocks that visit train: their gradients leave with them, and they are stepped on their tier."""
         return self.streams and not self.plan.lora_rank and not self.shares_weights
@@ -359,45 +216,36 @@ class Work:
     @cached_property
     def weights(self) -> float:
         """The base's weights on this card."""
-        whole = weight_bytes(self.architecture, self.plan, self.program)
+        whole = self.stored.weight_bytes
         if self.shares_weights:
-            scales = self.scales
+            scales = self.stored.scales
             return scales + (0.0 if self.streams else (whole - scales) / self.plan.cards)
         if not self.streams:
             return whole
-        stay = sum(sorted(self.block_bytes, reverse=True)[: self.plan.resident_blocks])
+        stay = self.stored.largest_blocks[min(self.plan.resident_blocks, self.architecture.layers)]
         if self.trains_visitors and self.plan.trains_all:
             return stay + self._stored_outside * self.architecture.outside_params
         # The embedding is looked up where it lives; the head stays, whole, unless it visits.
         return stay + (0.0 if head_visits(self.plan) else self.visiting_head)
 
-    @property
+    @cached_property
     def visiting_head(self) -> float:
         """A head that is brought when logits are made."""
         return self._stored_outside * self.architecture.head_params
 
-    @property
+    @cached_property
     def buffers(self) -> float:
         """What a model holds beside parameters that is of size: masks over all positions it can have."""
         where = MASK_OF_ALL_POSITIONS.get(self.architecture.family)
         copies = {"blocks": self.architecture.layers, "model": 1}.get(where or "", 0)
         return float(copies * self.architecture.max_position**2)
 
-    @property
-    def scales(self) -> float:
-        """A 4-bit base's scales where sharding leaves them out, so that every card has them all."""
-        if not self.program.sharding.keeps_scales or not self.plan.lora_rank:
-            return 0.0
-        each = BYTES[self.plan.weight_format] - 0.5 if self.plan.weight_format in ("nf4", "nf4-plain") else 0.0
-        linears = (linear for layer in range(self.architecture.layers) for linear in self.architecture.linears(layer))
-        return each * sum(linear.weights for linear in linears if self.program.kernels.packs(linear))
-
-    @property
+    @cached_property
     def shards_in_ram(self) -> bool:
         """Whether each card's shares, with their gradients and optimizer, wait in RAM (FSDP's CPU offload)."""
         return self.shares_weights and self.streams
 
-    @property
+    @cached_property
     def _stored_outside(self) -> float:
         """Bytes per weight outside the blocks."""
         if not self.plan.lora_rank:
@@ -405,18 +253,11 @@ class Work:
         return BYTES[self.plan.compute if self.plan.weight_format in QUANTISED else self.plan.weight_format]
 
     @cached_property
-    def block_bytes(self) -> tuple[float, ...]:
-        """Stored bytes of each block."""
-        return _by_kind(
-            self.architecture, lambda layer: _block_weight_bytes(self.architecture, layer, self.plan, self.program)
-        )
-
-    @property
     def caches_casts(self) -> bool:
         """Whether 16-bit copies of all weights stay until forward ends: not where blocks only visit."""
         return self.program.caches_casts and not self.streams
 
-    @property
+    @cached_property
     def slots(self) -> float:
         """All places for the blocks that visit."""
         return sum(self.slot_sizes)
@@ -427,7 +268,7 @@ class Work:
         if not self.streams or self.shares_weights or self.plan.resident_blocks >= self.architecture.layers:
             return ()
         gradients = 0.0 if self.plan.lora_rank else self.gradient * max(self.block_trained)
-        pairs = zip(self.split, self.block_bytes, strict=True)
+        pairs = zip(self.split, self.stored.block_bytes, strict=True)
         parts = [split or SplitBlock.undivided(whole) for split, whole in pairs]
         stay = self.plan.staying(self.architecture.layers)
         visit = {layer: each.shared for layer, each in enumerate(parts) if layer not in stay}
@@ -437,10 +278,10 @@ class Work:
         of_experts = max(each.slice for each in parts)
         return (block + gradients,) * STREAM_SLOTS + (of_experts,) * (STREAM_SLOTS if of_experts else 0)
 
-    @cached_property
+    @property
     def split(self) -> tuple[SplitBlock | None, ...]:
         """Of each block its parts, None where it comes whole."""
-        return split_blocks(self.architecture, self.plan, self.program)
+        return self.stored.split
 
     def sent(self, layer: int, *, back: bool) -> float:
         """What waits between the parts of a split block, of all micro-batches: what its experts are given and their
@@ -450,7 +291,7 @@ class Work:
         each = self.tokens * _sent_of_token(self.architecture, self.formats.residual, back=back)
         return self.micro_batches_at_once * each
 
-    @property
+    @cached_property
     def adapters(self) -> float:
         if not self.plan.lora_rank or self.shards_in_ram:
             return 0.0
@@ -458,56 +299,39 @@ class Work:
         adapters = self.trained - len(self.plan.saved_modules) * self.architecture.embedding_params
         return (self.weight * adapters + saved) / (self.plan.cards if self.shares_adapters else 1)
 
-    @property
+    @cached_property
     def shares_adapters(self) -> bool:
         """Whether adapters are split with the weights, too."""
         return self.shares_weights and not (self.plan.lora_rank and self.program.sharding.replicates_adapters)
 
-    @property
+    @cached_property
     def optimizer_states(self) -> float:
         """All states of all cards' parameters, and their fp32 copy where there is one."""
         # States in RAM have copies there; weights that are there themselves need one only where they are narrow.
         copies = self.program.own_optimizers and not self.streams
         apart = self.plan.optimizer_tier != "device" and (self.weight < 4 or copies)
         master = self.program.host_master if apart else self.program.master
-        return self.moments + master * self.trained
+        return self.stored.moments + master * self.trained
 
     @cached_property
-    def moments(self) -> float:
-        """The same without the copy."""
-        return moment_bytes(self.architecture, self.plan)
-
-    @cached_property
-    def step_chunk(self) -> float:
-        """What our own optimizers make beside one weight in its step on the device."""
-        if not self.program.own_optimizers or self.plan.optimizer_tier != "device":
-            return 0.0
-        shape, plan, bf16 = self.architecture, self.plan, self.weight < 4
-        of_block = lambda layer: step_bytes(plan, block_weights(shape, layer, plan), bf16=bf16)  # noqa: E731
-        of_blocks = _of_blocks(shape, plan, of_block, 0.0)
-        return max(step_bytes(plan, outside_weights(shape, plan), bf16=bf16), *of_blocks)
-
-    @property
     def optimizer_share(self) -> float:
         splits = self.plan.sharding in ("zero1", "zero2") or self.shares_adapters
         return 1.0 / self.plan.cards if splits else 1.0
 
-    @property
+    @cached_property
     def optimizer(self) -> float:
         return self.optimizer_states * self.optimizer_share if self.plan.optimizer_tier == "device" else 0.0
 
-    @property
+    @cached_property
     def host_states(self) -> float:
         """What lives in RAM: states, gradients on their way to them, and the blocks that stream."""
         gradients = self.gradient * self.trained if self.program.own_optimizers else 0.0
         if self.trains_visitors:
             gradients = self.gradients_on_tier
         states = self.optimizer_states + gradients if self.plan.optimizer_tier == "host" else 0.0
-        return states + (
-            weight_bytes(self.architecture, self.plan, self.program) if self.plan.weights_tier == "host" else 0.0
-        )
+        return states + (self.stored.weight_bytes if self.plan.weights_tier == "host" else 0.0)
 
-    @property
+    @cached_property
     def checkpoint(self) -> float:
         """What is saved to go on from: weights that train and all states. One more is there while it is written."""
         return self.weight * self.trained + self.optimizer_states
@@ -519,50 +343,50 @@ class Work:
         merged_weights = self._stored_outside * self.architecture.params if merged else 0.0
         return merged_weights or self.weight * self.trained
 
-    @property
+    @cached_property
     def gradients_on_tier(self) -> float:
         """Gradients of blocks that wait for the norm of all; none where each is stepped at once."""
         at_once = self.plan.optimizer_in_backward and self.plan.clip_passes == 1
         return 0.0 if at_once or not self.trains_visitors else self.gradient * sum(self.block_trained)
 
-    @property
+    @cached_property
     def weights_on_disk(self) -> float:
         """A file of the run's own with the blocks' weights: where they train, or have another format than the model's
         own files, which are read where they are."""
         if self.plan.weights_tier != "disk" or self.shares_weights:
             return 0.0
         own_file = self.trains_visitors or self.plan.weight_format in QUANTISED
-        return sum(self.block_bytes[self.first :]) if own_file else 0.0
+        return sum(self.stored.block_bytes[self.first :]) if own_file else 0.0
 
-    @property
+    @cached_property
     def disk_states(self) -> float:
         """What a run has on disk to read or to write in every step."""
         on_disk = self.plan.optimizer_tier == "disk"
         return self.weights_on_disk + (self.optimizer_states + self.gradients_on_tier if on_disk else 0.0)
 
-    @property
+    @cached_property
     def written_per_step(self) -> float:
         """Bytes a step writes to disk: states that live there, and weights that train there. Frozen ones are read."""
         on_disk = self.plan.optimizer_tier == "disk"
         states = self.optimizer_states + self.gradients_on_tier if on_disk else 0.0
         return states + (self.weights_on_disk if self.trains_visitors else 0.0)
 
-    @property
+    @cached_property
     def states(self) -> float:
         return self.weights + self.buffers + self.adapters + self.optimizer
 
-    @property
+    @cached_property
     def gradient_share(self) -> float:
         return 1.0 / self.plan.cards if self.plan.sharding == "zero2" or self.shares_adapters else 1.0
 
-    @property
+    @cached_property
     def gradients(self) -> float:
         """All gradients of this card, once a micro-batch is done."""
         if self.uses_up_gradients or self.shards_in_ram:
             return 0.0
         return self.gradient * self.trained * self.gradient_share
 
-    @property
+    @cached_property
     def uses_up_gradients(self) -> bool:
         """Whether each gradient is stepped with, or sent to RAM, when it comes: one that waits for other micro-batches
         is not."""
@@ -570,12 +394,12 @@ class Work:
         at_once = (self.plan.optimizer_in_backward or sends) and self.plan.accumulation == 1
         return at_once or (self.streams and not self.plan.lora_rank)
 
-    @property
+    @cached_property
     def outside_gradient(self) -> float:
         """Gradients of what is not a block, which wait on the device for the end of the step."""
-        return self.gradient * trained_outside(self.architecture, self.plan)
+        return self.gradient * self.stored.trained_outside
 
-    @property
+    @cached_property
     def numbers_in_step(self) -> float:
         """Weights that visit are stepped one after another. At most in RAM, beside a tier on disk: the states of a
         weight outside the blocks; or weight, gradient and states of one of a block's, of the next, and of the last."""
@@ -586,15 +410,14 @@ class Work:
             linear.weights for layer in range(self.architecture.layers) for linear in self.architecture.linears(layer)
         )
         inside = 3.0 * largest * (self.weight + self.gradient + states)
-        tables = [weight.numbers for weight in outside_weights(self.architecture, self.plan)]
-        return max(inside, states * max(tables))
+        return max(inside, states * self.stored.largest_table)
 
-    @property
+    @cached_property
     def head_waits(self) -> float:
         """A tied head's gradient, which is whole only when the embedding's is there."""
         return self.head_gradient if self.architecture.tied_embeddings and not self.shares_weights else 0.0
 
-    @property
+    @cached_property
     def buckets(self) -> float:
         """Buffers that are there all the time: DDP's buckets, a second place for every gradient; a program's own."""
         if self.plan.cards == 1:
@@ -602,17 +425,17 @@ class Work:
         copies = self.gradient * self.trained if self.plan.sharding == "ddp" else 0.0
         return self.program.sharding.bucket_bytes + copies
 
-    @property
+    @cached_property
     def held(self) -> float:
         """Gradients there at the start of a micro-batch that is not the step's first."""
         return self.gradients if self.plan.accumulation > 1 else 0.0
 
-    @property
+    @cached_property
     def whole_gradient(self) -> float:
         """Bytes per parameter of a gradient before it is shared out: in the format it was computed in."""
         return float(self.formats.compute) if self.shares_adapters else self.gradient
 
-    @property
+    @cached_property
     def root(self) -> float:
         """What sharding gathers outside the blocks."""
         if not self.shares_weights:
@@ -638,57 +461,56 @@ class Work:
     @cached_property
     def gathered_bytes(self) -> tuple[float, ...]:
         """Bytes of a gathered block: quantised as stored, everything else as it is computed with."""
-        if self.plan.lora_rank and self.plan.weight_format in QUANTISED:
-            return self.block_bytes
-        return _by_kind(
-            self.architecture, lambda layer: float(self.formats.compute * self.architecture.params_of_block(layer))
-        )
+        packed = self.plan.lora_rank and self.plan.weight_format in QUANTISED
+        return self.stored.block_bytes if packed else self.stored.computed_bytes
 
     # --- what comes and goes -----------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def stream(self) -> float:
         """One hidden state of the micro-batch, in the residual's format."""
         return float(self.formats.residual * self.architecture.hidden_size * self.tokens)
 
-    @property
+    @cached_property
     def head_gradient(self) -> float:
         return self.whole_gradient * self.architecture.head_params if self.head_trains else 0.0
 
     def phase(self, name: str, **parts: float) -> PhaseMemory:
         """A phase: states and what `parts` add by kind."""
-        found: dict[MemoryKind, int] = dict.fromkeys(MEMORY_KINDS, 0)
+        found = dict(self._always)
         copies = 2 if self.program.copies_buffers and name != "load" else 1
         found["weights"] = int(self.weights + copies * self.buffers + parts.pop("weights", 0.0))
-        found["adapters"] = int(self.adapters)
         found["optimizer"] = int((self.optimizer if name != "load" else 0.0) + parts.pop("optimizer", 0.0))
-        found["slots"] = int(self.slots)
-        found["buckets"] = int(self.buckets)
         for kind, value in parts.items():
             found[kind] += int(value)  # type: ignore[index]
         return PhaseMemory(name=name, parts=found)
 
     @cached_property
+    def _always(self) -> dict[MemoryKind, int]:
+        """What every phase has as much of, and nothing of all other kinds."""
+        there: dict[MemoryKind, int] = dict.fromkeys(MEMORY_KINDS, 0)
+        return there | {"adapters": int(self.adapters), "slots": int(self.slots), "buckets": int(self.buckets)}
+
+    @cached_property
     def _kept(self) -> tuple[float, ...]:
         """Bytes each block keeps from forward to its backward, its input included where something needs it."""
-        found = []
-        for layer, block in enumerate(self.blocks):
-            if layer < self.first:
-                found.append(0.0)
-                continue
-            if self.recomputes(layer):
-                selected = block.selected if self.keeps_products else 0.0
-                waits = block.input * self._waiting_of(layer) if self.plan.input_tier == "device" else 0.0
-                found.append((waits + selected) * self.tokens)
-                continue
-            found.append(((block.input if block.input_saved else 0.0) + block.saved) * self.tokens)
-        return tuple(found)
+        first, behind = self.first, self.first + self.plan.recompute
+        on_device, products = self.plan.input_tier == "device", self.keeps_products
+        again = [
+            ((block.input * self._waiting_of(layer) if on_device else 0.0) + (block.selected if products else 0.0))
+            * self.tokens
+            for layer, block in enumerate(self.blocks[first:behind], start=first)
+        ]
+        once = [
+            ((block.input if block.input_saved else 0.0) + block.saved) * self.tokens for block in self.blocks[behind:]
+        ]
+        return (*[0.0] * first, *again, *once)
 
     def recomputes(self, layer: int) -> bool:
         """Whether block `layer` runs again in backward."""
         return self.plan.recomputes(layer, self.architecture.layers)
 
-    @property
+    @cached_property
     def keeps_products(self) -> bool:
         return self.plan.selective and self.program.selective == "every other product"
 
@@ -697,12 +519,12 @@ class Work:
         elsewhere = 2 * self.stream if self.plan.recompute and self.plan.input_tier != "device" else 0.0
         return self.micro_batches_at_once * sum(self._kept[:layer]) + elsewhere
 
-    @property
+    @cached_property
     def micro_batches_at_once(self) -> int:
         """Blocks that visit do all micro-batches of the step before the next one comes: all their inputs wait."""
         return self.plan.accumulation if self.streams and not self.shares_weights else 1
 
-    @property
+    @cached_property
     def waiting(self) -> float:
         """Inputs of recomputed blocks that wait in RAM, of all micro-batches of the step while blocks stream."""
         if self.plan.input_tier == "device":
@@ -716,7 +538,7 @@ class Work:
         its experts."""
         return 1 if self.split[layer] is None else 2
 
-    @property
+    @cached_property
     def final_norm(self) -> float:
         """After the blocks: the last hidden state, its normalised copy, and what the norm keeps."""
         norm = self.formats.kernels.norm
@@ -732,7 +554,7 @@ class Work:
         """Attention's mask, one for all blocks of its kind. Eager attention adds it to the scores; others get yes or
         no, a byte per pair of positions, unless ALiBi's distances of every head are in it."""
         shape, length = self.architecture, self.length
-        kinds = len({shape.slides(layer) for layer in range(shape.layers)})
+        kinds = len(set(shape.windows))
         if self.formats.attention == "eager":
             return float(kinds * self.formats.residual * length * self.tokens)
         if shape.position == "alibi":
@@ -741,7 +563,7 @@ class Work:
             return 0.0
         return float((kinds if self.formats.masked else 1) * length * self.tokens)
 
-    @property
+    @cached_property
     def held_mask(self) -> float:
         """The mask after forward: blocks that run again are given it again, and attention keeps ALiBi's."""
         alibi = self.architecture.position == "alibi" and self.formats.attention != "eager"
@@ -757,35 +579,26 @@ class Work:
     def _forward_of(self, layer: int) -> PhaseMemory:
         """The forward of a block that keeps nothing but perhaps its input."""
         block, before = self.blocks[layer], self.blocks[layer - 1].returned if layer else 0.0
-        casts = sum(self.casts) if self.caches_casts else max(self.casts)
+        casts = sum(self.stored.casts) if self.caches_casts else max(self.stored.casts)
         passed = layer < self.first  # its input is nobody's; casts of weights without a gradient do not stay
         if passed:
-            casts = self.passing_cast
-        return max(
-            (
-                self.phase(
-                    "forward",
-                    gradients=self.held,
-                    kept=self.kept_before(layer + 1) + self.mask + self.sent(layer, back=False),
-                    working=(moment.per_token + before + (block.input if passed else 0.0)) * self.tokens,
-                    weights=self.root + casts,
-                    dequantised=self._unpacked_at(moment),
-                )
-                for moment in block.evaluation
-            ),
-            key=lambda phase: phase.total_bytes,
+            casts = self.stored.passing_cast
+        moment = self._highest(block.evaluation)
+        return self.phase(
+            "forward",
+            gradients=self.held,
+            kept=self.kept_before(layer + 1) + self.mask + self.sent(layer, back=False),
+            working=(moment.per_token + before + (block.input if passed else 0.0)) * self.tokens,
+            weights=self.root + casts,
+            dequantised=self._unpacked_at(moment),
         )
 
-    @cached_property
-    def passing_cast(self) -> float:
-        """The 16-bit copy of the largest matrix of a block that is only passed forward."""
-        if not self.first or not self.formats.autocast or self.plan.trained_format != "fp32":
-            return 0.0
-        matrices = (each.weights for layer in range(self.first) for each in self.architecture.linears(layer))
-        return float(self.formats.compute * max(matrices)) if self.formats.compute < 4 else 0.0
+    def _highest(self, moments: tuple[Moment, ...]) -> Moment:
+        """Of a forward that keeps nothing the moment that needs most."""
+        return max(moments, key=lambda moment: moment.per_token * self.tokens + self._unpacked_at(moment))
 
     def loss_phase(self) -> PhaseMemory:
-        casts = sum(self.casts) if self.caches_casts else 0.0
+        casts = sum(self.stored.casts) if self.caches_casts else 0.0
         logits, gradients = self.logits()
         return self.phase(
             "loss",
@@ -796,7 +609,7 @@ class Work:
             weights=self.root + casts + self.head_cast + (self.visiting_head if head_visits(self.plan) else 0.0),
         )
 
-    @property
+    @cached_property
     def _last_graph(self) -> float:
         """What the graph of the micro-batch before still holds while the variable of its loss does: inputs of frozen
         4-bit linears. Its rows are of the mean length."""
@@ -804,7 +617,7 @@ class Work:
             return 0.0
         return self.last_tokens * sum(block.frozen_inputs for block in self.blocks)
 
-    @property
+    @cached_property
     def head_cast(self) -> float:
         """The head's weight in the compute format, when it is stored in another."""
         if self.shares_weights:
@@ -843,7 +656,7 @@ class Work:
         kept = self.program.logits_kept * self.tokens * vocab
         return kept + max(0.0, entry * rows * vocab - gradients) + picked, gradients
 
-    @property
+    @cached_property
     def logit_bytes(self) -> float:
         """Bytes per token and vocabulary entry of the plan's loss."""
         if self.plan.loss == "chunked":
@@ -851,7 +664,7 @@ class Work:
         narrow = self.program.logits_in_compute and self.formats.compute < 4
         return self.program.logits[self.plan.loss] * (0.5 if narrow else 1.0)
 
-    @property
+    @cached_property
     def _chunk_bytes(self) -> float:
         """The same in chunks. A CPU writes logarithms over logits that the family leaves as they are: fp32 beside the
         narrow ones they come from, or go back to."""
@@ -860,7 +673,7 @@ class Work:
         narrow = self.program.logits_in_compute and self.formats.compute < 4
         return self.program.logits["chunked"] * (0.5 if narrow else 1.0)
 
-    @property
+    @cached_property
     def held_logits(self) -> float:
         """Logits a variable keeps through backward."""
         narrow = self.program.logits_in_compute and self.formats.compute < 4
@@ -880,59 +693,60 @@ class Work:
     def backward_phase(self, layer: int) -> PhaseMemory:
         """The worst moment of block `layer`'s backward, or of the forward that comes before it."""
         block, again = self.blocks[layer], self.recomputes(layer)
-        # Forward runs again beside the gradient of the block's output.
-        beside = float(self.formats.residual * self.architecture.hidden_size) if again else 0.0
-        forward = (dataclasses.replace(one, per_token=one.per_token + beside) for one in block.forward)
-        moment = max((*block.backward, *forward), key=lambda moment: self._moving_at(layer, moment))
+        gradients = self._gradients_in(layer)
+
+        def moving(moment: Moment) -> float:
+            return moment.alive(self.tokens) + gradients(moment) + self._unpacked_at(moment)
+
+        moment = max(block.forward, key=moving)
+        beside = self.stream if again else 0.0  # forward runs again beside the gradient of the block's output
+        highest = max(block.backward, key=moving, default=moment)
+        if moving(highest) >= moving(moment) + beside:
+            moment = highest
+            beside = beside if self.program.holds_output else 0.0
         own_input = block.input * self.tokens if again or block.input_saved else 0.0
         own_input += block.beyond * self.tokens if again and self.keeps_products else 0.0
-        in_backward = moment in block.backward
-        output = self.stream if again and self.program.holds_output and in_backward else 0.0
-        kept_casts = (each for at, each in enumerate(self.casts[:layer]) if not self.recomputes(at))
-        casts = self.casts[layer] + (sum(kept_casts) if self.caches_casts else 0.0)
+        kept_casts = (each for at, each in enumerate(self.stored.casts[:layer]) if not self.recomputes(at))
+        casts = self.stored.casts[layer] + (sum(kept_casts) if self.caches_casts else 0.0)
         return self.phase(
             f"backward of block {layer + 1}",
-            gradients=self._gradients_at(layer, moment),
+            gradients=gradients(moment),
             kept=self.kept_before(layer)
             + own_input
             + self._held_inputs(layer)
             + self.held_mask
             + self._other_gradients
             + self.sent(layer, back=True),
-            working=moment.alive(self.tokens) + output,
+            working=moment.alive(self.tokens) + beside,
             logits=self.held_logits,
             weights=self.root + self.gathered(layer) + casts,
             dequantised=self._unpacked_at(moment),
         )
 
-    @property
+    @cached_property
     def _other_gradients(self) -> float:
         """Gradients of the hidden states of the step's other micro-batches."""
         return (self.micro_batches_at_once - 1) * self.stream
-
-    def _moving_at(self, layer: int, moment: Moment) -> float:
-        """What differs from moment to moment."""
-        return moment.alive(self.tokens) + self._gradients_at(layer, moment) + self._unpacked_at(moment)
 
     def _unpacked_at(self, moment: Moment) -> float:
         """The matrix in use, unpacked from a quantised base to 16 bits."""
         quantised = self.plan.weight_format in QUANTISED and self.plan.lora_rank
         return 2.0 * moment.weights if quantised else 0.0
 
-    def _gradients_at(self, layer: int, moment: Moment) -> float:
-        """Gradients there while an operation of block `layer` runs backward."""
-        plan = self.plan
-        cast = float(self.formats.compute * moment.making) if self.formats.casts else 0.0
-        making = self.whole_gradient * moment.making
+    def _gradients_in(self, layer: int) -> Callable[[Moment], float]:
+        """Gradients there while an operation of block `layer` runs backward, by the moment of that operation."""
+        plan, whole = self.plan, self.whole_gradient
+        each_cast = float(self.formats.compute) if self.formats.casts else 0.0
         if self.trains_visitors:  # the block's own are counted with the places of blocks; what is added to them is not
-            return self.head_gradient + max(making if plan.accumulation > 1 else 0.0, cast)
+            added = whole if plan.accumulation > 1 else 0.0
+            return lambda moment: self.head_gradient + max(added, each_cast) * moment.making
         if self.uses_up_gradients:
-            in_step = self.step_chunk if plan.optimizer_in_backward else 0.0
-            return self.head_waits + making + max(cast, in_step)
+            in_step = self.stored.step_chunk if plan.optimizer_in_backward else 0.0
+            return lambda moment: self.head_waits + whole * moment.making + max(each_cast * moment.making, in_step)
         if plan.accumulation > 1:
-            return self.held + self.head_waits + making + cast
-        above = self.gradient * self.gradient_share * sum(self.block_trained[layer + 1 :])
-        return self.head_gradient + above + self.whole_gradient * moment.made + making + cast
+            return lambda moment: self.held + self.head_waits + (whole + each_cast) * moment.making
+        above = self.head_gradient + self.gradient * self.gradient_share * self.stored.trained_after[layer]
+        return lambda moment: above + whole * moment.made + (whole + each_cast) * moment.making
 
     def _held_inputs(self, layer: int) -> float:
         """Inputs and their gradients of frozen blocks that sharding does not let go (see `Sharding`): inputs of the
@@ -959,7 +773,9 @@ class Work:
             made = whole if tied or self.plan.accumulation > 1 else 0.0
             dense = self.outside_gradient + made
         elif self.uses_up_gradients and not self.plan.lora_rank and not self.shares_weights:
-            dense = self.whole_gradient * self.architecture.embedding_params + max(self.head_waits, self.step_chunk)
+            dense = self.whole_gradient * self.architecture.embedding_params + max(
+                self.head_waits, self.stored.step_chunk
+            )
         return self.phase("embedding", gradients=self.gradients + dense, kept=self.stream, weights=self.root)
 
     def step_phase(self) -> PhaseMemory:
@@ -972,34 +788,32 @@ class Work:
         if plan.optimizer_tier != "device" or self.uses_up_gradients:
             return self.phase("step", gradients=self.gradients)
         if self.program.own_optimizers:
-            return self.phase("step", gradients=self.gradients, optimizer=self.step_chunk)
+            return self.phase("step", gradients=self.gradients, optimizer=self.stored.step_chunk)
         extra = self.program.step_temporary * self.weight * share if plan.optimizer_bits >= 16 else 0.0
         return self.phase("step", gradients=self.gradients + self.program.step_gradient * share, optimizer=extra)
 
     def evaluation_phase(self) -> PhaseMemory:
         """Forward without gradients: nothing is kept. The highest is a block's forward, or the logits."""
-        casts = sum(self.casts) if self.caches_casts else max(self.casts)
-        in_block = max(
-            (
-                self.phase(
-                    "evaluation",
-                    working=(block.input + block.returned + moment.per_token) * self.tokens,
-                    kept=self.mask + self.sent(layer, back=False),
-                    weights=casts + self.root,
-                    dequantised=self._unpacked_at(moment),
-                )
-                for layer, block in {id(block): (at, block) for at, block in enumerate(self.blocks)}.values()
-                for moment in block.evaluation
-            ),
-            key=lambda phase: phase.total_bytes,
-        )
+        casts = sum(self.stored.casts) if self.caches_casts else max(self.stored.casts)
+        blocks = {id(block): (layer, block) for layer, block in enumerate(self.blocks)}.values()
+        in_blocks = [
+            self.phase(
+                "evaluation",
+                working=(block.input + block.returned + moment.per_token) * self.tokens,
+                kept=self.mask + self.sent(layer, back=False),
+                weights=casts + self.root,
+                dequantised=self._unpacked_at(moment),
+            )
+            for layer, block in blocks
+            for moment in (self._highest(block.evaluation),)
+        ]
         at_head = self.phase(
             "evaluation",
             working=2 * self.stream,
             logits=self.evaluated_logits,
             weights=casts + self.head_cast + self.root + (self.visiting_head if head_visits(self.plan) else 0.0),
         )
-        return max(in_block, at_head, key=lambda phase: phase.total_bytes)
+        return max(*in_blocks, at_head, key=lambda phase: phase.total_bytes)
 
     def calibration_phases(self, workload: Workload) -> tuple[PhaseMemory, ...]:
         """One micro-batch in fp32 before a step (`vramfit.engine.drift`): nothing is held of others, all gradients are
@@ -1032,7 +846,7 @@ class Work:
             found.append(PhaseMemory(name="calibration", parts={**phase.parts, "weights": moved}))
         return tuple(found)
 
-    @property
+    @cached_property
     def evaluated_logits(self) -> float:
         """Whole logits, in the format they are computed in too, and their log-softmax; in chunks what a chunk takes."""
         vocab = self.architecture.vocab_size
@@ -1096,38 +910,6 @@ def _needs_scores(architecture: Architecture, plan: Plan) -> bool:
     return architecture.spreads_heads or (uneven and plan.device == "cpu")
 
 
-def moment_bytes(architecture: Architecture, plan: Plan) -> float:
-    """Bytes of the optimizer's states of all that trains, without copies of weights."""
-
-    def of_block(layer: int) -> float:
-        return sum(state_bytes(plan, weight) for weight in block_weights(architecture, layer, plan))
-
-    outside = sum(state_bytes(plan, weight) for weight in outside_weights(architecture, plan))
-    return outside + sum(_of_blocks(architecture, plan, of_block, 0.0))
-
-
-def weight_bytes(architecture: Architecture, plan: Plan, program: Program = OURS) -> float:
-    """Bytes of the base weights: a quantised format for the blocks' linears and experts, all else as computed with."""
-    if not plan.lora_rank:
-        return BYTES[plan.trained_format] * architecture.params
-    if plan.weight_format not in QUANTISED:
-        return BYTES[plan.weight_format] * architecture.params
-    blocks = sum(_by_kind(architecture, lambda layer: _block_weight_bytes(architecture, layer, plan, program)))
-    return BYTES[plan.compute] * architecture.outside_params + blocks
-
-
-def _block_weight_bytes(architecture: Architecture, layer: int, plan: Plan, program: Program) -> float:
-    """Stored bytes of one block's base weights."""
-    params = architecture.params_of_block(layer)
-    if not plan.lora_rank:
-        return BYTES[plan.trained_format] * params
-    if plan.weight_format not in QUANTISED:
-        return BYTES[plan.weight_format] * params
-    packed = sum(linear.weights for linear in architecture.linears(layer) if program.kernels.packs(linear))
-    linears = min(params, packed)  # a counted block may have fewer parameters than its shape says
-    return BYTES[plan.weight_format] * linears + BYTES[plan.compute] * (params - linears)
-
-
 def _sent_of_token(architecture: Architecture, size: float, *, back: bool) -> float:
     """Bytes of a token that wait between the parts of a split block, with hidden states of `size` bytes a number."""
     return architecture.hidden_size * (4.0 + size * (2 if back else 1))
@@ -1136,83 +918,41 @@ def _sent_of_token(architecture: Architecture, size: float, *, back: bool) -> fl
 def slot_bytes_of(architecture: Architecture, plan: Plan, tokens: int, program: Program = OURS) -> int:
     """`Plan.slot_bytes` of a plan whose blocks visit, with so many tokens a step: 0 where each block may come alone and
     whole, or has to, or what a split one keeps of the tokens is more than it saves."""
-    blocks = {layer: _block_weight_bytes(architecture, layer, plan, program) for layer in _kinds_of(architecture)}
-    wanted = slot_bytes(max(blocks.values()), plan.budget_bytes)
-    if wanted > max(blocks.values()):  # several together: what crosses no link gains nothing by it
+    blocks = stored(architecture, plan, program).block_bytes
+    wanted = slot_bytes(max(blocks), plan.budget_bytes)
+    if wanted > max(blocks):  # several together: what crosses no link gains nothing by it
         return wanted if plan.device != "cpu" else 0
-    if not plan.lora_rank or not any(_experts_in_one(architecture, layer) for layer in blocks):
+    if not plan.lora_rank or not any(architecture.by_kind(lambda layer: bool(experts_in_one(architecture, layer)))):
         return 0
-    split = split_blocks(architecture, dataclasses.replace(plan, slot_bytes=wanted), program)
-    parts = {layer: split[layer] or SplitBlock.undivided(size) for layer, size in blocks.items()}
-    left = max(each.shared for each in parts.values()) + max(each.slice for each in parts.values())
+    split = stored(architecture, dataclasses.replace(plan, slot_bytes=wanted), program).split
+    parts = [each or SplitBlock.undivided(size) for each, size in zip(split, blocks, strict=True)]
+    left = max(each.shared for each in parts) + max(each.slice for each in parts)
     keeps = tokens * _sent_of_token(architecture, BYTES[plan.compute], back=True)
-    return wanted if STREAM_SLOTS * (max(blocks.values()) - left) > keeps else 0
+    return wanted if STREAM_SLOTS * (max(blocks) - left) > keeps else 0
 
 
-def split_blocks(architecture: Architecture, plan: Plan, program: Program = OURS) -> tuple[SplitBlock | None, ...]:
-    """Of each block its parts, None where it comes whole."""
-    if not plan.slot_bytes or not plan.lora_rank:
-        return (None,) * architecture.layers
-
-    def of_block(layer: int) -> SplitBlock | None:
-        own = _experts_in_one(architecture, layer)
-        stored = BYTES[plan.weight_format] * sum(linear.weights for linear in own)
-        whole = _block_weight_bytes(architecture, layer, plan, program)
-        return split_block(whole, stored, own[0].copies if own else 0, plan.slot_bytes)
-
-    return _by_kind(architecture, of_block)
-
-
-def _experts_in_one(architecture: Architecture, layer: int) -> tuple[Linear, ...]:
-    """The matrices of a block whose experts lie in one tensor, of which any can be taken."""
-    return tuple(each for each in architecture.linears(layer) if each.part == "expert" and not each.module)
-
-
-def _kinds_of(architecture: Architecture) -> set[int]:
-    """A block of each kind."""
-    return set(_by_kind(architecture, lambda layer: layer))
-
-
-def _by_kind(
-    architecture: Architecture, value: Callable[[int], _Value], *, windows: bool = False, first: int = 0
-) -> tuple[_Value, ...]:
-    """`value` of every block from `first` on, worked out once for those without experts and once for those with; with
-    `windows`, also for those that slide and those that do not."""
-    experts = architecture.experts
-    found: dict[tuple[bool, bool], _Value] = {}
-    kinds = [
-        (bool(experts and experts.at(layer)), windows and architecture.slides(layer))
-        for layer in range(first, architecture.layers)
-    ]
-    for layer, kind in enumerate(kinds, start=first):
-        if kind not in found:
-            found[kind] = value(layer)
-    return tuple(found[kind] for kind in kinds)
-
-
-def _blocks(architecture: Architecture, formats: Formats, plan: Plan, *, frozen: bool) -> Iterator[BlockMemory]:
+def _blocks(architecture: Architecture, formats: Formats, plan: Plan, *, frozen: bool) -> tuple[BlockMemory, ...]:
     """Every block's walk. Where what comes before it is `frozen` the first block with a backward differs: its input
     needs no gradient."""
-    shape, first = _shape_only(architecture), plan.first_trained(architecture.layers)
-
-    def of_all(*, compressed: bool) -> tuple[BlockMemory, ...]:
-        usual = _by_kind(
-            architecture,
-            lambda layer: block_memory(shape, layer, formats, compressed=compressed),
-            windows=formats.window,
-        )
-        if not frozen:
-            return usual
-        own = block_memory(shape, first, formats, input_grad=False, compressed=compressed)
-        return (*usual[:first], own, *usual[first + 1 :])
-
-    kept = of_all(compressed=False)
+    shape, layers = architecture.shape, architecture.layers
+    own = plan.first_trained(layers) if frozen else None
+    kept = walks(shape, formats, own, compressed=False)
     if not plan.compress:
-        yield from kept
-        return
-    few = of_all(compressed=True)
-    for layer in range(architecture.layers):
-        yield few[layer] if compresses(plan, layer, architecture.layers) else kept[layer]
+        return kept
+    few = walks(shape, formats, own, compressed=True)
+    return tuple(few[layer] if compresses(plan, layer, layers) else kept[layer] for layer in range(layers))
+
+
+@lru_cache(maxsize=256)
+def walks(shape: Architecture, formats: Formats, own: int | None, *, compressed: bool) -> tuple[BlockMemory, ...]:
+    """Every block's walk; the input of block `own` needs no gradient."""
+    usual = shape.by_kind(
+        lambda layer: block_memory(shape, layer, formats, compressed=compressed), windows=formats.window
+    )
+    if own is None:
+        return usual
+    first = block_memory(shape, own, formats, input_grad=False, compressed=compressed)
+    return (*usual[:own], first, *usual[own + 1 :])
 
 
 def compresses(plan: Plan, layer: int, layers: int) -> bool:
@@ -1221,40 +961,6 @@ def compresses(plan: Plan, layer: int, layers: int) -> bool:
     return first <= layer < first + plan.compress
 
 
-def _shape_only(architecture: Architecture) -> Architecture:
-    """Without its name, so that equal shapes share one walk."""
-    return dataclasses.replace(architecture, name="", published_params=None)
-
-
-def _block_trained(architecture: Architecture, layer: int, plan: Plan) -> int:
-    if not plan.lora_rank:
-        return architecture.params_of_block(layer)
-    return sum(sizes_of_block(architecture, layer, plan))
-
-
-def sizes_of_block(architecture: Architecture, layer: int, plan: Plan) -> tuple[int, ...]:
-    """Numbers of every tensor of the adapters that `plan` has in block `layer`."""
-    return adapter_sizes(
-        architecture,
-        layer,
-        rank=plan.lora_rank,
-        targets=plan.lora_targets,
-        dora=plan.dora,
-        experts=plan.lora_experts,
-    )
-
-
-def _cast_bytes(architecture: Architecture, layer: int, plan: Plan, formats: Formats) -> float:
-    """16-bit copies autocast makes of a block's trained fp32 matrices."""
-    if formats.compute == 4 or not formats.autocast:
-        return 0.0
-    if plan.lora_rank:
-        return float(formats.compute * _block_trained(architecture, layer, plan)) if formats.adapter > 2 else 0.0
-    if plan.trained_format != "fp32" or plan.sharding in ("zero3", "fsdp"):
-        return 0.0
-    return float(formats.compute * sum(linear.weights for linear in architecture.linears(layer)))
-
-
 def usual_block(architecture: Architecture, formats: Formats) -> BlockMemory:
     """The walk of the last block, which is like most."""
-    return block_memory(_shape_only(architecture), architecture.layers - 1, formats)
+    return block_memory(architecture.shape, architecture.layers - 1, formats)

@@ -10,11 +10,11 @@ from vramfit.hardware.devices import Device
 from vramfit.models.architecture import Architecture
 from vramfit.planning.abilities import missing
 from vramfit.planning.idle_wishes import idle_choices
-from vramfit.planning.memory import split_blocks
 from vramfit.planning.plan import Alternative, Choice, Plan, Workload
 from vramfit.planning.rates import rates_of
 from vramfit.planning.search import Candidate, Search
 from vramfit.planning.start import USUAL_LENGTH, sequences_of_step
+from vramfit.planning.stored import stored
 from vramfit.sentences import Sentence, say
 from vramfit.units import format_bytes
 
@@ -138,7 +138,7 @@ def _place_choices(plan: Plan, architecture: Architecture) -> Iterator[Choice]:
 
 def _split_choice(plan: Plan, architecture: Architecture) -> Iterator[Choice]:
     """Experts of a large block that come some at a time."""
-    found = [each for each in split_blocks(architecture, plan) if each is not None]
+    found = [each for each in stored(architecture, plan).split if each is not None]
     if found and plan.resident_blocks < architecture.layers:
         value = say("split.slices", count=found[0].slices, size=format_bytes(found[0].slice))
         yield Choice(setting="expert slices", value=value, reason=say("split", size=format_bytes(found[0].whole)))

@@ -94,14 +94,14 @@ def _possible(search: Search, *, plainly: bool = False) -> Candidate | None:
         again = Search.of(search.config, search.architecture, search.machine, search.workload)
     except (ConfigError, HardwareError):
         return None
-    families = again.families()[: 1 if plainly else None]
+    families = again.families[: 1 if plainly else None]
     tried = (again.least(family) for family in families if not again.is_hopeless(family))
     return next((found for found in tried if found.fits), None)
 
 
 def _more_ram(search: Search) -> Iterator[Sentence]:
     """The way that lacks least RAM and nothing else."""
-    tried = [search.least(family) for family in search.families() if search.device.kind != "cpu"]
+    tried = [search.least(family) for family in search.families if search.device.kind != "cpu"]
     short = [found for found in tried if found.fits_device and found.fits_disk and not found.fits_ram]
     if short:
         least = min(short, key=lambda found: found.memory.host_bytes)
@@ -165,7 +165,7 @@ def _other_device(search: Search) -> Sentence:
 
 def _designed(search: Search) -> Iterator[Sentence]:
     """What the design holds and this version's engine does not do yet, when it would fit this machine."""
-    families = search.families()
+    families = search.families
     best = quickest([found for found in search.designed.bests if found.fits and found.family not in families])
     if best is not None:
         yield say(

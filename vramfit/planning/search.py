@@ -7,6 +7,7 @@ grows with the micro-batch and falls with every block that is recomputed or stre
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,10 +18,11 @@ from vramfit.config import RunConfig
 from vramfit.hardware.devices import Device, Machine
 from vramfit.models.architecture import Architecture
 from vramfit.planning.abilities import DESIGNED, ENGINE, Abilities, missing
-from vramfit.planning.memory import estimate_memory, slot_bytes_of, split_blocks, weight_bytes
+from vramfit.planning.memory import estimate_memory, slot_bytes_of
 from vramfit.planning.plan import MemoryEstimate, Plan, SpeedEstimate, Workload
 from vramfit.planning.speed import estimate_speed
 from vramfit.planning.start import Start, checkpoints_at_end, sequences_of_step, start
+from vramfit.planning.stored import stored, weight_bytes
 from vramfit.planning.wishes import refused
 
 _MOST_TOKENS_PER_PASS: Final = 2**17
@@ -159,15 +161,16 @@ class Search:
         plan = dataclasses.replace(self.start.plan, **changes)
         length = plan.max_length if plan.packing else min(plan.max_length, self.workload.longest_tokens)
         slots = slot_bytes_of(self.architecture, plan, self.sequences * length)
-        if plan.compiled and any(split_blocks(self.architecture, dataclasses.replace(plan, slot_bytes=slots))):
+        if plan.compiled and any(stored(self.architecture, dataclasses.replace(plan, slot_bytes=slots)).split):
             slots = 0  # a block that stops between its parts cannot be compiled
         return {**changes, "slot_bytes": slots} if slots else changes
 
     # --- families ----------------------------------------------------------------------------------------------------
 
-    def families(self) -> list[Family]:
+    @cached_property
+    def families(self) -> tuple[Family, ...]:
         """Those within the abilities, the plainest first."""
-        return [family for family in self._families() if not missing(self._plan(family, 1), self.abilities)]
+        return tuple(family for family in self._families() if not missing(self._plan(family, 1), self.abilities))
 
     def _families(self) -> Iterator[Family]:
         yield Family(name="on the device")
@@ -254,7 +257,7 @@ class Search:
     @cached_property
     def bests(self) -> tuple[Candidate, ...]:
         """Of each family the best that fits, or the least it can do with."""
-        return tuple(self._best_of(family) for family in self.families())
+        return tuple(self._best_of(family) for family in self.families)
 
     def _best_of(self, family: Family) -> Candidate:
         if family.name not in self._known:  # shared with the same search of other abilities
@@ -284,7 +287,8 @@ class Search:
         return found
 
     def _fewest_recomputed(self, family: Family, size: int) -> Candidate | None:
-        """Recompute costs time, so as little as fits: none, else halve the distance to all."""
+        """Recompute costs time, so as little as fits: none, else what a straight line between too few and enough says,
+        which is nearly always right at once, and every third time half of what is left."""
         layers, wish = self.trained_layers, self.config.memory.activations
         keeps = wish in ("keep", "compress")
         in_ram = "input_tier" in family.changes  # where nothing is recomputed no input waits anywhere
@@ -294,16 +298,14 @@ class Search:
         none = self.candidate(family, size, recompute=0)
         if none.fits:
             return none
-        best, low, high = self.candidate(family, size, recompute=layers), 0, layers
+        short, best = none, self.candidate(family, size, recompute=layers)
         if not best.fits:
             return None
-        while high - low > 1:
-            middle = (low + high) // 2
+        halves = itertools.cycle((False, False, True))
+        while best.plan.recompute - short.plan.recompute > 1:
+            middle = (short.plan.recompute + best.plan.recompute) // 2 if next(halves) else _between(short, best)
             tried = self.candidate(family, size, recompute=middle)
-            if tried.fits:
-                best, high = tried, middle
-            else:
-                low = middle
+            short, best = (short, tried) if tried.fits else (tried, best)
         return best
 
     def _most_resident(self, family: Family, size: int) -> Candidate | None:
@@ -336,10 +338,19 @@ class Search:
 
     def least(self, family: Family | None = None) -> Candidate:
         """What needs the least memory: the smallest micro-batch, all blocks recomputed unless kept by wish."""
-        chosen = family or self.families()[0]
+        chosen = family or self.families[0]
         keep = self.config.memory.activations in ("keep", "compress")
         recompute = 0 if keep else self.trained_layers
         return self.candidate(chosen, self.micro_batches(chosen)[0], recompute=recompute)
+
+
+def _between(short: Candidate, enough: Candidate) -> int:
+    """How many blocks to recompute for the budget, were memory a straight line between two plans; neither's number."""
+    low, high = short.plan.recompute, enough.plan.recompute
+    saved = short.memory.device_bytes - enough.memory.device_bytes
+    missing_bytes = short.memory.device_bytes - short.plan.budget_bytes
+    share = missing_bytes / saved if saved > 0 else 0.5
+    return min(high - 1, max(low + 1, low + math.ceil(share * (high - low))))
 
 
 def quickest(fitting: list[Candidate]) -> Candidate | None:

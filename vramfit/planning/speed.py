@@ -29,23 +29,13 @@ from typing import Final
 from vramfit.hardware.devices import Device
 from vramfit.models.architecture import Architecture
 from vramfit.planning.block import Formats
-from vramfit.planning.memory import (
-    BYTES,
-    QUANTISED,
-    adapter_params,
-    formats_of,
-    head_trains,
-    moment_bytes,
-    split_blocks,
-    trained_outside,
-    trained_params,
-    weight_bytes,
-)
+from vramfit.planning.memory import formats_of
 from vramfit.planning.operations import BlockWork, block_work
 from vramfit.planning.plan import Plan, SpeedEstimate, Workload
 from vramfit.planning.program import OURS, Program
 from vramfit.planning.rates import Rates, rates_of
 from vramfit.planning.slots import SplitBlock
+from vramfit.planning.stored import BYTES, QUANTISED, Stored, head_trains, stored
 
 ATTENTION_BACKWARD: Final = 0.85
 """Attention's backward against its forward in FLOP/s (FlashAttention-2's own figures)."""
@@ -137,7 +127,7 @@ def flops_per_token(architecture: Architecture, plan: Plan, *, length: float, tr
     return (
         (2.0 + (passes - 2.0) * with_backward) * _block_params(architecture)
         + head * architecture.head_params * trained_share
-        + 6.0 * _adapters(architecture, plan)
+        + 6.0 * stored(architecture, plan).adapter_params
         + _attention_flops(architecture, length)
         + 2.0 * _attention_flops(architecture, length, first=plan.first_trained(architecture.layers))
         + _recomputed_flops(architecture, plan, length)
@@ -153,7 +143,7 @@ def _recomputed_flops(architecture: Architecture, plan: Plan, length: float) -> 
     """FLOPs per token of the forward that is done again."""
     layers = architecture.layers
     attention = _attention_flops(architecture, length, first=plan.first_trained(layers)) / plan.trained_layers(layers)
-    forward = 2.0 * (_block_params(architecture) + _adapters(architecture, plan)) / layers + attention
+    forward = 2.0 * (_block_params(architecture) + stored(architecture, plan).adapter_params) / layers + attention
     return (0.5 if plan.selective else 1.0) * plan.recompute * forward
 
 
@@ -164,20 +154,12 @@ def _block_params(architecture: Architecture) -> float:
     return max(0, architecture.active_params - outside - positions)
 
 
-def _adapters(architecture: Architecture, plan: Plan) -> int:
-    if not plan.lora_rank:
-        return 0
-    return adapter_params(
-        architecture, rank=plan.lora_rank, targets=plan.lora_targets, dora=plan.dora, experts=plan.lora_experts
-    )
-
-
 def _attention_flops(architecture: Architecture, length: float, *, first: int = 0) -> float:
     """FLOPs per token of attention forward, in the blocks from `first` on: a multiplication and an addition for each
     position looked at and number of a query, and as many for the values."""
     width = architecture.q_width + architecture.attention_out_width
-    slides = [architecture.slides(layer) for layer in range(first, architecture.layers)]
-    return float(width * sum(_attended(architecture, length, slides=each) for each in slides))
+    attended = {slides: _attended(architecture, length, slides=slides) for slides in (False, True)}
+    return float(width * sum(attended[slides] for slides in architecture.windows[first:]))
 
 
 def _attended(architecture: Architecture, length: float, *, slides: bool) -> float:
@@ -257,29 +239,38 @@ class _Step:
     def formats(self) -> Formats:
         return formats_of(self.architecture, self.plan, self.program, length=int(self.length))
 
+    @property
+    def writes_scores(self) -> bool:
+        """Whether attention has the scores of all pairs in memory."""
+        return self.formats.attention in ("eager", "math")
+
+    @cached_property
+    def stored(self) -> Stored:
+        return stored(self.architecture, self.plan, self.program)
+
     @cached_property
     def kinds(self) -> tuple[_Kind, ...]:
         """The blocks, by whether they have experts and whether they slide."""
-        shape, first = self.architecture, self.plan.first_trained(self.architecture.layers)
-        split = split_blocks(shape, self.plan, self.program)
+        shape, first = self.architecture.shape, self.plan.first_trained(self.architecture.layers)
+        # Only scores that are written out depend on the length, which is another for every micro-batch's padding.
+        formats = self.formats if self.writes_scores else dataclasses.replace(self.formats, length=0)
         alike: dict[tuple[bool, bool], list[int]] = {}
         for layer in range(shape.layers):
-            kind = bool(shape.experts and shape.experts.at(layer)), shape.slides(layer)
-            alike.setdefault(kind, []).append(layer)
+            alike.setdefault((shape.mixtures[layer], shape.windows[layer]), []).append(layer)
         return tuple(
             _Kind(
                 count=len(layers),
                 back=sum(layer >= first for layer in layers),
-                work=block_work(shape, layers[0], self.formats, compiled=self.plan.compiled),
+                work=block_work(shape, layers[0], formats, compiled=self.plan.compiled),
                 slides=slides,
-                split=split[layers[0]],
+                split=self.stored.split[layers[0]],
             )
             for (_, slides), layers in alike.items()
         )
 
     @cached_property
     def trained(self) -> int:
-        return trained_params(self.architecture, self.plan)
+        return self.stored.trained
 
     @property
     def trains_base(self) -> bool:
@@ -377,7 +368,7 @@ class _Step:
         """Seconds of one block's attention forward. Where a kernel knows that it is causal (and FlashAttention of the
         window) it skips what nobody looks at; scores that are written out, and SDPA with a mask, take all pairs."""
         shape, formats = self.architecture, self.formats
-        written = formats.attention in ("eager", "math")
+        written = self.writes_scores
         masked = not written and (formats.masked or (formats.window and kind.slides))
         pairs = self.length if written or masked else _attended(shape, self.length, slides=kind.slides) / 2.0
         rate = self.rates.attention_rate(self.length, shape.head_dim)
@@ -451,7 +442,7 @@ class _Step:
         """(seconds of the step itself, seconds its numbers take over the link when the states live in RAM)."""
         plan = self.plan
         weight = self.program.adapter if plan.lora_rank else BYTES[plan.trained_format]
-        states = moment_bytes(self.architecture, plan) / max(1, self.trained)
+        states = self.stored.moments / max(1, self.trained)
         trips = FOREACH_TRIPS if self.program.step_temporary and plan.optimizer_bits >= 16 else 1.0
         if plan.optimizer_tier != "device":
             trips = 1.0  # such optimizers are kernels of their own
@@ -513,7 +504,7 @@ class _Step:
     def gathered_bytes(self) -> float:
         """Bytes of all weights as they are gathered: quantised as stored, others as they are computed with."""
         if self.plan.lora_rank and self.plan.weight_format in QUANTISED:
-            return weight_bytes(self.architecture, self.plan, self.program)
+            return self.stored.weight_bytes
         return float(self.formats.compute) * self.architecture.params
 
     @property
@@ -522,9 +513,7 @@ class _Step:
         whatever the number of micro-batches; blocks that train send their gradients back at the same time, over the
         link's other half."""
         layers, plan = self.architecture.layers, self.plan
-        blocks = weight_bytes(self.architecture, plan, self.program) * (
-            1.0 - self.architecture.outside_params / self.architecture.params
-        )
+        blocks = self.stored.weight_bytes * (1.0 - self.architecture.outside_params / self.architecture.params)
         first, stay = plan.first_trained(layers), plan.staying(layers)
         passes = sum(2.0 if layer >= first else 1.0 for layer in range(layers) if layer not in stay)
         return blocks * passes / layers
@@ -557,7 +546,7 @@ class _Step:
     @property
     def block_numbers(self) -> float:
         """Trained weights in the blocks."""
-        return float(self.trained - trained_outside(self.architecture, self.plan))
+        return float(self.trained - self.stored.trained_outside)
 
     @property
     def _on_disk_in_step(self) -> tuple[float, float]:
@@ -568,7 +557,7 @@ class _Step:
             return 0.0, 0.0
         weight = BYTES[plan.trained_format]
         master = self.program.host_master * self.trained if weight < 4 else 0.0
-        states = moment_bytes(self.architecture, plan) + master + weight * self.block_numbers
+        states = self.stored.moments + master + weight * self.block_numbers
         gradients = 0.0 if self.at_once else self.gradient * self.block_numbers
         return states + gradients, states
 

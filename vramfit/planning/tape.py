@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from operator import ge
 from typing import Final, NamedTuple
 
 
-@dataclass(frozen=True)
-class Value:
+class Value(NamedTuple):
     """A tensor on the tape: `storage` is shared by views, `size` its bytes per token, `grad` whether it needs one."""
 
     number: int
@@ -50,8 +50,7 @@ class Given:
     storage: int = -1
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """One operation. `saves` are storages kept for its backward; the temporaries live only while it runs.
 
     `passes` is True when its inputs' gradients are its output's gradient itself (an addition, a view). `weights` are
@@ -76,8 +75,7 @@ class Operation:
     restores: int = 0
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """What is alive while one operation runs.
 
     `per_token` bytes per token; `made` parameters whose gradient was complete before, `making` those of this operation;
@@ -96,24 +94,23 @@ class Moment:
         """Bytes of `tokens` tokens."""
         return self.per_token * tokens + self.piece_bytes * min(PIECE, self.pieces * tokens)
 
-    def covers(self, other: Moment) -> bool:
-        """Whether no number of `other` is larger, so that it can never be the peak."""
-        return (
-            self.per_token >= other.per_token
-            and self.made + self.making >= other.made + other.making
-            and self.making >= other.making
-            and self.weights >= other.weights
-            and self.pieces * self.piece_bytes >= other.pieces * other.piece_bytes
-        )
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """What makes it high: a moment none of whose numbers is larger than another's can never be the peak."""
+        made = self.made + self.making
+        return self.per_token, made, self.making, self.weights, self.pieces * self.piece_bytes
 
 
 def highest(moments: Iterable[Moment]) -> tuple[Moment, ...]:
     """Those moments that can be the peak, for some number of tokens and some size of a gradient."""
-    found: list[Moment] = []
+    found: dict[tuple[float, ...], Moment] = {}
     for moment in moments:
-        if not any(other.covers(moment) for other in found):
-            found = [other for other in found if not moment.covers(other)] + [moment]
-    return tuple(found)
+        numbers = moment.numbers
+        if not any(all(map(ge, other, numbers)) for other in found):
+            for lower in [other for other in found if all(map(ge, numbers, other))]:
+                del found[lower]
+            found[numbers] = moment
+    return tuple(found.values())
 
 
 class Change(NamedTuple):
@@ -128,8 +125,7 @@ GRADIENT: Final = -1
 """The buffer of the gradient of the block's output."""
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """An operation with what it makes and frees, in that order; `temporary` is there all the while."""
 
     operation: Operation
@@ -139,11 +135,11 @@ class Step:
     @property
     def change(self) -> float:
         """Bytes per token more, or fewer, when it is done."""
-        return sum(change.size for change in self.changes)
+        return sum([change.size for change in self.changes])
 
     def highest(self, alive: float) -> float:
         """Bytes per token at its worst moment, `alive` before it."""
-        return alive + self.temporary + max(accumulate((change.size for change in self.changes), initial=0.0))
+        return alive + self.temporary + max(accumulate([change.size for change in self.changes], initial=0.0))
 
 
 @dataclass
@@ -230,8 +226,7 @@ class Tape:
             if not known:
                 packed[key] = small._storage(EIGHT_BITS * given.width)
             operations.append(
-                replace(
-                    operation,
+                operation._replace(
                     saves=(*operation.saves[:-1], packed[key]),
                     backward_temporary=operation.backward_temporary + given.size,
                     packs=0 if known else given.width,
@@ -277,27 +272,25 @@ class Tape:
             for value in (*operation.inputs, *operation.holds)
         }
         last_use[self.end] = len(self.operations)
-        saved, passing = {self._start}, set[int]()
+        used_up: dict[int, list[int]] = {}
+        for storage, index in last_use.items():
+            used_up.setdefault(index, []).append(storage)
+        saved, passing, sizes = {self._start}, set[int](), self.sizes
         for index, operation in enumerate(self.operations):
-            kept = operation.saves if keeps else ()
-            made = [
-                storage
-                for storage in dict.fromkeys((operation.output.storage, *kept))
-                if storage not in saved and storage not in passing
-            ]
-            saved.update(kept)
-            passing.update(made)
-            passing -= saved
-            done = sorted(storage for storage in passing if last_use.get(storage, -1) <= index)
+            made = []
+            for storage in (operation.output.storage, *operation.saves) if keeps else (operation.output.storage,):
+                if storage not in saved and storage not in passing:
+                    made.append(storage)
+                    passing.add(storage)
+            if keeps:
+                saved.update(operation.saves)
+                passing.difference_update(operation.saves)
+            ending = [*used_up.get(index, ()), *(storage for storage in made if storage not in last_use)]
+            done = sorted({storage for storage in ending if storage in passing})
             passing.difference_update(done)
-            yield Step(
-                operation,
-                (
-                    *(Change(storage, self.sizes[storage]) for storage in made),
-                    *(Change(storage, -self.sizes[storage]) for storage in done),
-                ),
-                operation.forward_temporary,
-            )
+            changes = [Change(storage, sizes[storage]) for storage in made]
+            changes += [Change(storage, -sizes[storage]) for storage in done]
+            yield Step(operation, tuple(changes), operation.forward_temporary)
 
     def backward_steps(self, *, shared: bool = False) -> tuple[list[Step], int]:
         """What the operations of backward make and free, and which gradient is left at the end, the input's (0: none).

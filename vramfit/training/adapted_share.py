@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from vramfit.models.architecture import Architecture
-from vramfit.planning.memory import adapter_sizes
 from vramfit.planning.plan import Plan
+from vramfit.planning.stored import adapter_sizes
 from vramfit.units import format_percent
 
 

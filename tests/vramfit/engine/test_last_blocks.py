@@ -29,8 +29,8 @@ from vramfit.engine.resident import ResidentExecutor
 from vramfit.engine.streaming import StreamingExecutor
 from vramfit.models.architecture import from_config
 from vramfit.models.export_parts import write_parts
-from vramfit.planning.memory import trained_params
 from vramfit.planning.plan import Plan
+from vramfit.planning.stored import trained_params
 
 OPT = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "ffn_dim": 96, "vocab_size": 128}
 FAMILIES = [*TINY, ("opt", {**OPT, "word_embed_proj_dim": 32}), ("opt", {**OPT, "word_embed_proj_dim": 64})]

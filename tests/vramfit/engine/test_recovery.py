@@ -69,7 +69,7 @@ def test_wherever_memory_runs_out_the_steps_are_those_of_an_undisturbed_run_bit_
     card = PseudoCard()
     undisturbed = {(0, 0): trained(tiny, executor_of(tiny, **options), card=card)}
     limits = set()
-    for point in random.Random(recompute + adapters).sample(range(1, card.allocations), 8):
+    for point in random.Random(recompute + adapters).sample(range(1, card.allocations), 5):
         executor = executor_of(tiny, **options)
         found = trained(tiny, executor, card=PseudoCard(failing=(point,)))
         assert sum(found.repeated) == 1
@@ -98,7 +98,7 @@ def test_wherever_memory_runs_out_the_steps_are_those_of_an_undisturbed_run_bit_
 def test_other_techniques_are_repeated_bit_for_bit_too(tiny, options):
     card = PseudoCard()
     undisturbed = {(0, 0): trained(tiny, executor_of(tiny, **options), card=card)}
-    for point in random.Random(1).sample(range(1, card.allocations), 4):
+    for point in random.Random(1).sample(range(1, card.allocations), 3):
         executor = executor_of(tiny, **options)
         try:
             found = trained(tiny, executor, card=PseudoCard(failing=(point,)))

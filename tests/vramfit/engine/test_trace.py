@@ -16,7 +16,7 @@ import pytest
 from vramfit.engine.trace import _Depths, trace
 from vramfit.errors import ModelError, UserError
 from vramfit.models import catalogue
-from vramfit.models.architecture import Architecture
+from vramfit.models.architecture import Architecture, from_config
 from vramfit.models.config_json import config_values
 from vramfit.planning.memory import estimate_memory
 from vramfit.planning.plan import Plan, Workload
@@ -120,10 +120,8 @@ def test_inputs_in_ram_are_not_on_the_device() -> None:
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("meta-llama/Llama-2-7b-hf", {"recompute": 32}),
         ("meta-llama/Meta-Llama-3-8B", {"compute": "bf16", "recompute": 32}),
         ("Qwen/Qwen3-30B-A3B", {"recompute": 48}),
-        ("mistralai/Mistral-7B-v0.1", IN_16_BITS),
         ("mistralai/Mixtral-8x7B-v0.1", IN_16_BITS),
         ("meta-llama/Meta-Llama-3-70B", {**ADAPTED, "method": "qlora", "compute": "bf16", "weight_format": "nf4"}),
         ("EleutherAI/gpt-j-6b", {"recompute": 28}),
@@ -132,9 +130,7 @@ def test_inputs_in_ram_are_not_on_the_device() -> None:
         ("openai/gpt-oss-20b", EAGER),
         ("EleutherAI/gpt-neo-125m", EAGER),
         ("bigscience/bloom-560m", {**EAGER, "recompute": 24}),
-        ("tiiuae/falcon-rw-1b", {**IN_16_BITS, "recompute": 24}),
         ("HuggingFaceTB/SmolLM2-135M", {**IN_16_BITS, "packing": True}),
-        ("HuggingFaceTB/SmolLM2-135M", {"method": "full", "last_blocks": 7, "recompute": 3}),
         ("mistralai/Mistral-7B-v0.1", {"method": "full", "last_blocks": 8, "compute": "bf16", "recompute": 8}),
         ("allenai/OLMoE-1B-7B-0924", {"method": "full", "last_blocks": 4}),
     ],
@@ -211,3 +207,14 @@ def test_a_step_in_backward_is_traced_without_all_gradients() -> None:
 def test_a_plan_the_engine_cannot_run_is_refused_not_traced_as_another(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         trace(config_values(model("HuggingFaceTB/SmolLM2-135M")), plan(**changes), length=64)
+
+
+@pytest.mark.parametrize("changes", [{}, {"optimizer_bits": 8}, {"optimizer": "muon"}, {"optimizer_in_backward": True}])
+def test_states_are_those_of_a_step_that_ran_forward_and_backward(changes: dict[str, Any]) -> None:
+    """They are made from made-up gradients: a second step, whose states a first one has left, has the same peaks."""
+    values, wish = config_values(model("HuggingFaceTB/SmolLM2-135M"), layers=1), plan(**changes)
+    made = trace(values, wish, length=64, whole=True)
+
+    again = _Depths(values, from_config(values, "small"), wish, 64, 1.0, steps=2).trace(whole=True)
+
+    assert again.phases == made.phases

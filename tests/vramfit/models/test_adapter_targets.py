@@ -15,7 +15,7 @@ from vramfit.errors import ModelError
 from vramfit.models.adapter_targets import adapted_names, moved_to_experts
 from vramfit.models.adapters import attach_adapters
 from vramfit.models.architecture import from_config
-from vramfit.planning.memory import adapted_linears, adapter_params
+from vramfit.planning.stored import adapted_linears, adapter_params
 
 FAMILIES = dict(TINY)
 

@@ -17,7 +17,7 @@ from vramfit.models.adapters import merged_state
 from vramfit.models.architecture import from_config
 from vramfit.models.load import load_model
 from vramfit.models.quantised import PACKED, load_quantised
-from vramfit.planning.memory import weight_bytes
+from vramfit.planning.stored import weight_bytes
 
 FAMILIES = [
     ("llama", {}),

@@ -9,10 +9,11 @@ import pytest
 
 from tests.vramfit.models.tiny_families import TINY, tiny_config
 from vramfit.models.architecture import from_config
-from vramfit.planning.memory import adapter_params, estimate_memory, formats_of, trained_params
+from vramfit.planning.memory import estimate_memory, formats_of
 from vramfit.planning.operations import block_work
 from vramfit.planning.plan import Plan, Workload
 from vramfit.planning.program import OURS
+from vramfit.planning.stored import adapter_params, trained_params
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning")
 

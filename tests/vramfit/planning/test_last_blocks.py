@@ -13,11 +13,12 @@ from vramfit.errors import ConfigError
 from vramfit.hardware.catalogue import machine_with
 from vramfit.planning.allocator import live_peak
 from vramfit.planning.events import training_events
-from vramfit.planning.memory import estimate_memory, trained_params
+from vramfit.planning.memory import estimate_memory
 from vramfit.planning.plan import Plan, Workload
 from vramfit.planning.program import OURS
 from vramfit.planning.rates import rates_of
 from vramfit.planning.speed import _Step, flops_per_token
+from vramfit.planning.stored import trained_params
 
 TIED, UNTIED, MIXTURE = "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "allenai/OLMoE-1B-7B-0924"
 

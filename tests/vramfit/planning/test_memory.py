@@ -11,9 +11,10 @@ import pytest
 
 from vramfit.models import catalogue
 from vramfit.models.architecture import Architecture
-from vramfit.planning.memory import Work, adapter_params, estimate_memory, trained_params
+from vramfit.planning.memory import Work, estimate_memory
 from vramfit.planning.plan import MemoryEstimate, PhaseMemory, Plan, Workload
 from vramfit.planning.program import OURS
+from vramfit.planning.stored import adapter_params, trained_params
 from vramfit.units import GIB
 
 BENCH = Path(__file__).parents[3] / "bench" / "memory_against_cpu.py"

@@ -11,10 +11,11 @@ import pytest
 from vramfit.config import ScheduleChoice
 from vramfit.models.architecture import from_config
 from vramfit.planning import optimizer_memory
-from vramfit.planning.memory import Work, estimate_memory, moment_bytes
+from vramfit.planning.memory import Work, estimate_memory
 from vramfit.planning.optimizer_memory import Weight, state_bytes, step_bytes
 from vramfit.planning.plan import Plan, Workload
 from vramfit.planning.program import OURS
+from vramfit.planning.stored import moment_bytes
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

@@ -19,11 +19,11 @@ from vramfit.hardware.devices import Device, Machine
 from vramfit.models import catalogue
 from vramfit.models.architecture import Architecture
 from vramfit.planning.abilities import DESIGNED, ENGINE, Abilities
-from vramfit.planning.memory import adapter_params
 from vramfit.planning.plan import Forecast, Workload
 from vramfit.planning.planner import forecast_run, total_steps
 from vramfit.planning.search import Search
 from vramfit.planning.start import length_limit
+from vramfit.planning.stored import adapter_params
 from vramfit.starter import shape
 from vramfit.starter.corpus import corpus_workload
 from vramfit.starter.recipe import starter_run
@@ -466,7 +466,7 @@ def test_streaming_keeps_as_many_blocks_as_fit() -> None:
     def resident(gib: float) -> int:
         config = wish("qlora", memory={"budget_gib": gib})
         found = Search.of(config, model("meta-llama/Meta-Llama-3-70B"), machine_with("RTX 4090", ram_gib=128), LONG)
-        family = next(family for family in found.designed.families() if family.name == "streaming from RAM")
+        family = next(family for family in found.designed.families if family.name == "streaming from RAM")
         best = found.fitting(family)[0]
         assert best.memory.device_bytes <= gib * GIB
         return best.plan.resident_blocks
