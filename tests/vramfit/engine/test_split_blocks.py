@@ -154,7 +154,7 @@ def test_the_device_never_holds_more_than_the_places(tmp_path: Path) -> None:
     assert len(places) == len(work.slot_sizes) == 4
     for place, size in zip(places, sorted(work.slot_sizes), strict=True):
         assert size <= place < size + 256 * 50
-    assert max(places) < 0.6 * max(work.block_bytes)
+    assert max(places) < 0.6 * max(work.stored.block_bytes)
 
 
 def test_experts_that_are_split_have_a_smaller_peak(tmp_path: Path) -> None:
