@@ -470,7 +470,8 @@ def streaming(place: Place) -> None:
     """Whether streamed steps on this device are those of a model that stays."""
     import streaming_part
 
-    for found in streaming_part.equality(place.device, place.compute, place.scratch):
+    equal = streaming_part.equality(place.device, place.compute, place.scratch)
+    for found in [*equal, *streaming_part.in_parts(place.device, place.compute, place.scratch)]:
         say(**found)
 
 

@@ -122,6 +122,45 @@ def equality(device: torch.device, compute: str, scratch: Path) -> list[dict[str
     return found
 
 
+def in_parts(device: torch.device, compute: str, scratch: Path) -> list[dict[str, Any]]:
+    """Three steps of a small mixture: its blocks whole, their experts some at a time, and several blocks at once."""
+    folder = _small_mixture(scratch / "mixture")
+    found = []
+    for method in ("lora", "qlora"):
+        whole = plan_of(device, method, compute, micro_batches=2, tokens=32, loss_chunk_tokens=16)
+        plans = {slot: dataclasses.replace(whole, slot_bytes=slot) for slot in (0, 20_000, 2**22)}
+        sides = {slot: opened(folder, plan) for slot, plan in plans.items()}
+        steps = {slot: [side.step(batches(2, 32), 1e-3) for _ in range(3)] for slot, side in sides.items()}
+        for slot, name in ((20_000, "experts some at a time"), (2**22, "blocks together")):
+            pairs = [(a.loss, b.loss, a.grad_norm, b.grad_norm) for a, b in zip(steps[0], steps[slot], strict=True)]
+            apart = max(max(abs(a - b) / abs(a), abs(c - d) / abs(c)) for a, b, c, d in pairs)
+            cut, groups = len(sides[slot].visits.split), len(set(sides[slot].visits.stream._group_of.values()))
+            as_meant = cut == 4 if slot == 20_000 else (cut == 0 and groups == 1)
+            found.append({"name": f"{name}, {method}", "apart": apart, "ok": as_meant and apart < 5e-3})
+    return found
+
+
+def _small_mixture(folder: Path) -> Path:
+    """Four blocks of eight experts, random, in fp32."""
+    import transformers
+
+    torch.manual_seed(1)
+    shape = transformers.AutoConfig.for_model(
+        "mixtral",
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=128,
+        vocab_size=512,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        max_position_embeddings=64,
+    )
+    transformers.AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
+    return folder
+
+
 def of_70b(device: torch.device, compute: str, *, quick: bool) -> list[dict[str, Any]]:
     """QLoRA steps of a 70 B whose blocks come from RAM, under a cap; and what the planner expects of them."""
     shape = TINY if quick else LLAMA_70B

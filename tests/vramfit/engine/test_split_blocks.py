@@ -208,6 +208,19 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert all(torch.equal(value, trained(whole)[name]) for name, value in trained(resumed).items())
 
 
+@pytest.mark.parametrize("raised", [(), ("all",)])
+def test_in_16_bits_and_raised_from_them(raised: tuple[str, ...], tmp_path: Path) -> None:
+    folder = mixtral(tmp_path)
+    plan = a_plan("qlora", weights_tier="host", compute="bf16")
+    losses = []
+    for split in (False, True):
+        executor = opened(folder, plan, tmp_path, split=split)
+        executor.raised.set(raised)
+        losses.append([executor.step(batches(), 1e-2).loss for _ in range(2)])
+
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6 if raised else 1e-3)
+
+
 def test_dropout_is_drawn_alike_forward_and_back(tmp_path: Path) -> None:
     """Drawn in attention's adapters and in those of experts: the gradient is that of the loss, by a finite step."""
     plan = a_plan(weights_tier="host", lora_experts=True, lora_dropout=0.4, accumulation=2)
