@@ -15,12 +15,13 @@ from vramfit.hardware.devices import Device
 from vramfit.models import catalogue
 from vramfit.models.architecture import Architecture
 from vramfit.planning.abilities import ENGINE
-from vramfit.planning.memory import STREAM_SLOTS, Work, split_blocks
+from vramfit.planning.memory import STREAM_SLOTS, Work
 from vramfit.planning.plan import Plan, Workload
 from vramfit.planning.program import OURS
 from vramfit.planning.search import Candidate, Search
 from vramfit.planning.slots import slot_bytes, split_block, together
 from vramfit.planning.speed import estimate_speed
+from vramfit.planning.stored import stored
 from vramfit.units import GIB, MIB
 
 DEEPSEEK, LLAMA = "deepseek-ai/DeepSeek-V3", "HuggingFaceTB/SmolLM2-135M"
@@ -44,7 +45,7 @@ def streamed(
         {"method": method, "model": {"source": name}, "data": {"max_length": length}, "memory": memory}
     )
     search = Search.of(config, model(name), machine_with(card, ram_gib=4096), work(length), abilities=ENGINE)
-    return search.least(next(family for family in search.families() if family.name == "streaming from RAM"))
+    return search.least(next(family for family in search.families if family.name == "streaming from RAM"))
 
 
 def whole(plan: Plan) -> Plan:
@@ -74,7 +75,7 @@ def test_a_split_block_is_cut_into_whole_experts() -> None:
 
 def test_a_model_whose_block_is_larger_than_the_card_allows_streams_in_parts() -> None:
     least = streamed(DEEPSEEK)
-    split = split_blocks(model(DEEPSEEK), least.plan)
+    split = stored(model(DEEPSEEK), least.plan).split
     places = Work.of(model(DEEPSEEK), least.plan, work(1024), OURS).slot_sizes
     before = Work.of(model(DEEPSEEK), whole(least.plan), work(1024), OURS).slot_sizes
 
@@ -101,7 +102,7 @@ def test_splitting_costs_time_and_small_blocks_are_not_split() -> None:
     assert step(least.plan, card)["compute"] > step(whole(least.plan), card)["compute"]
     small = streamed(LLAMA, method="full")
     assert small.plan.slot_bytes == 512 * MIB
-    assert set(split_blocks(model(LLAMA), small.plan)) == {None}
+    assert set(stored(model(LLAMA), small.plan).split) == {None}
     assert math.isclose(
         sum(Work.of(model(LLAMA), small.plan, work(1024), OURS).slot_sizes)
         - sum(Work.of(model(LLAMA), whole(small.plan), work(1024), OURS).slot_sizes),
@@ -113,5 +114,5 @@ def test_splitting_costs_time_and_small_blocks_are_not_split() -> None:
 def test_on_the_processor_small_blocks_come_one_by_one(name: str) -> None:
     config = RunConfig.parse({"method": "qlora", "model": {"source": name}})
     search = Search.of(config, model(name), laptop(), work(512), abilities=ENGINE)
-    (family,) = [family for family in search.families() if family.streams]
+    (family,) = [family for family in search.families if family.streams]
     assert "slot_bytes" not in family.changes
