@@ -258,19 +258,35 @@ _SETTINGS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HI
 
 
 def prepare_allocator(environment: MutableMapping[str, str] = os.environ) -> bool:
-    """Let the allocator's segments grow, which keeps freed memory in one piece. Returns whether that was set.
+    """Let the allocator's segments grow, which keeps freed memory in one piece, and give page-locked RAM out as it is
+    asked for, where it would be rounded up to the next power of two (a block of 1.2 GiB to 2). Returns whether anything
+    was set.
 
     Call it before torch is imported, which reads the variable once. A user's own setting is never touched: torch
-    parses the variable as a whole, so adding to it could undo a part of it. Left alone where segments cannot grow: not
-    on Linux, under WSL (its driver refuses the calls: pytorch issue 192330), or in a build without a card.
+    parses the variable as a whole, so adding to it could undo a part of it.
     """
-    if any(environment.get(name) for name in _SETTINGS) or not _segments_can_grow():
+    if any(environment.get(name) for name in _SETTINGS):
         return False
-    environment[_SETTINGS[0]] = "expandable_segments:True"
-    return True
+    wanted = [setting for setting, can in ((_GROWING, _segments_can_grow), (_UNROUNDED, _rounds_locked_ram)) if can()]
+    if wanted:
+        environment[_SETTINGS[0]] = ",".join(wanted)
+    return bool(wanted)
+
+
+_GROWING: Final = "expandable_segments:True"
+_UNROUNDED: Final = "pinned_max_round_threshold_mb:1"
+"""What is larger than so many MiB is not rounded up."""
+
+
+def _rounds_locked_ram() -> bool:
+    """Whether torch has a card to lock pages for, and can be told not to round."""
+    build = torch_build()
+    return build is not None and bool(build.cuda or build.hip or build.xpu) and _numbers(build.version) >= (2, 13)
 
 
 def _segments_can_grow() -> bool:
+    """Not where the system is another than Linux, under WSL (its driver refuses the calls: pytorch issue 192330), or in
+    a build without a card."""
     if sys.platform != "linux" or "microsoft" in platform.release().lower():
         return False
     build = torch_build()

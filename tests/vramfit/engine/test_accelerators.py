@@ -33,6 +33,9 @@ VENDORS = re.compile(
 )
 
 
+GROWS, EXACT = "expandable_segments:True", "pinned_max_round_threshold_mb:1"
+
+
 def named_vendors(source: str) -> list[tuple[int, str]]:
     """(line, word) for every name, attribute, import and text in code that is a vendor's; prose may name them."""
     tree = ast.parse(source)
@@ -143,24 +146,33 @@ def test_a_cpu_has_no_generator_beside_the_processs():
 
 
 @pytest.mark.parametrize(
-    ("build", "grows"),
+    ("build", "settings"),
     [
-        (TorchBuild(version="2.11.0+cu130", cuda="13.0"), True),
-        (TorchBuild(version="2.13.0+rocm7.1", hip="7.1.2"), True),
-        (TorchBuild(version="2.13.0+rocm6.4", hip="6.4"), False),
-        (TorchBuild(version="2.11.0+rocm7.1", hip="7.1"), False),
-        (TorchBuild(version="2.13.0+xpu", xpu="20250300"), True),
-        (TorchBuild(version="2.13.0+cpu"), False),
-        (None, False),
+        (TorchBuild(version="2.11.0+cu130", cuda="13.0"), [GROWS]),
+        (TorchBuild(version="2.13.0+cu130", cuda="13.0"), [GROWS, EXACT]),
+        (TorchBuild(version="2.13.0+rocm7.1", hip="7.1.2"), [GROWS, EXACT]),
+        (TorchBuild(version="2.13.0+rocm6.4", hip="6.4"), [EXACT]),
+        (TorchBuild(version="2.11.0+rocm7.1", hip="7.1"), []),
+        (TorchBuild(version="2.13.0+xpu", xpu="20250300"), [GROWS, EXACT]),
+        (TorchBuild(version="2.13.0+cpu"), []),
+        (None, []),
     ],
 )
-def test_segments_grow_only_in_builds_that_can(monkeypatch, build, grows):
+def test_the_allocator_is_told_what_its_build_can(monkeypatch, build, settings):
     monkeypatch.setattr(accelerators, "torch_build", lambda: build)
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr("platform.release", lambda: "6.1.0-generic")
     environment: dict[str, str] = {}
-    assert prepare_allocator(environment) is grows
-    assert environment == ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if grows else {})
+    assert prepare_allocator(environment) is bool(settings)
+    assert environment == ({"PYTORCH_ALLOC_CONF": ",".join(settings)} if settings else {})
+
+
+def test_torch_knows_the_settings():
+    """It says nothing of a name it does not know; what it takes for one is named in its library."""
+    library = (Path(torch.__file__).parent / "lib" / "libc10.so").read_bytes()
+    for setting in (GROWS, EXACT):
+        assert setting.partition(":")[0].encode() in library
+    torch._C._accelerator_setAllocatorSettings(f"{GROWS},{EXACT}")
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
@@ -178,7 +190,9 @@ def test_segments_do_not_grow_on_other_systems(monkeypatch, system, release):
     monkeypatch.setattr(accelerators, "torch_build", lambda: TorchBuild(version="2.13.0", cuda="13.0"))
     monkeypatch.setattr("sys.platform", system)
     monkeypatch.setattr("platform.release", lambda: release)
-    assert not prepare_allocator({})
+    environment: dict[str, str] = {}
+    assert prepare_allocator(environment)
+    assert environment == {"PYTORCH_ALLOC_CONF": EXACT}
 
 
 def test_nothing_of_this_imports_torch():
