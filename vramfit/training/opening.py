@@ -142,7 +142,7 @@ def _check(config: RunConfig) -> None:
     if config.memory.compile == "reduce-overhead":
         raise _refused(
             "memory.compile",
-            "A recorded graph needs weights that stay in their place, and in this run blocks visit the device one by one",
+            "A recorded graph needs weights that stay in place, and in this run blocks visit the device one by one",
             "Set compile to default or auto, or give the run more memory.",
         )
 
