@@ -1,7 +1,8 @@
 """`docs/reliability.md`: every point x kind x seed, gone through: python bench/reliability.py [--chosen] [--json]
 
 Takes half an hour: each starts two supervisors and two trainers. `--chosen` tries those that the tests try. Further
-seeds come last; `--minutes` begins no fault after so many, and the page says how many were left out.
+seeds come last; `--minutes` begins no fault after so many, and the page says how many were left out; `--keep FILE` adds
+each outcome to a file, and tries none again that is in it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import math
 import platform
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -77,19 +79,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--chosen", action="store_true", help="only those that the tests try; writes no page")
     parser.add_argument("--json", action="store_true", help="print the outcomes as JSON; writes no page")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no fault after so many")
+    parser.add_argument("--keep", type=Path, help="a file of outcomes, a line each, that is gone on with")
     options = parser.parse_args(arguments)
-    began = time.monotonic()
-    outcomes = gone_through(CHOSEN if options.chosen else ALL, until=began + 60 * options.minutes)
+    known = kept(options.keep)
+    left = [fault for fault in (CHOSEN if options.chosen else ALL) if fault not in known]
+    found = gone_through(left, until=time.monotonic() + 60 * options.minutes, keep=options.keep)
+    outcomes = [*known.values(), *found]
     if options.json:
         print(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes], indent=1))
     elif not options.chosen:
-        written = page(outcomes, seconds=time.monotonic() - began) + cases(PAGE.read_text(encoding="utf-8"))
+        written = page(outcomes) + cases(PAGE.read_text(encoding="utf-8"))
         PAGE.write_text(written, encoding="utf-8")
     return 1 if any(outcome.violations for outcome in outcomes) else 0
 
 
-def gone_through(faults: Sequence[Fault], *, until: float = math.inf) -> list[Outcome]:
-    """The outcome of each, in order, AT_ONCE of them at a time; of those that would begin after `until` none."""
+def kept(path: Path | None) -> dict[Fault, Outcome]:
+    """The outcomes in a file, by their faults; none where there is no file yet."""
+    if path is None or not path.is_file():
+        return {}
+    found = [Outcome(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {(outcome.point, outcome.kind, outcome.seed): outcome for outcome in found}
+
+
+def gone_through(faults: Sequence[Fault], *, until: float = math.inf, keep: Path | None = None) -> list[Outcome]:
+    """The outcome of each, in order, AT_ONCE of them at a time; of those that would begin after `until` none. Each is
+    added to the file `keep`."""
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(AT_ONCE) as pool:
         folder = Path(scratch).resolve()
         config = config_of(make_model(folder / "model", folder / "cache"), make_rows(folder / "rows.jsonl"))
@@ -101,6 +115,9 @@ def gone_through(faults: Sequence[Fault], *, until: float = math.inf) -> list[Ou
             outcome = go_through(*fault, config=config, folder=folder / str(number), reference=reference)
             told = f"{outcome.first_state}, {outcome.violations or 'holds'}"
             print(f"{', '.join(map(str, fault))}: {told}", file=sys.stderr, flush=True)
+            if keep is not None:
+                with keep.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
             if not outcome.violations:  # what is left of the others is looked at
                 shutil.rmtree(folder / str(number), ignore_errors=True)
             return outcome
@@ -109,7 +126,7 @@ def gone_through(faults: Sequence[Fault], *, until: float = math.inf) -> list[Ou
         return [outcome for each in begun if (outcome := each.result()) is not None]
 
 
-def page(outcomes: Sequence[Outcome], *, seconds: float) -> str:
+def page(outcomes: Sequence[Outcome]) -> str:
     """The outcomes as Markdown: the figures, then a row for each point and a column for each kind."""
     struck = sum(outcome.struck for outcome in outcomes)
     wrong = [outcome for outcome in outcomes if outcome.violations]
@@ -130,7 +147,7 @@ def page(outcomes: Sequence[Outcome], *, seconds: float) -> str:
         f"| faults tried | {len(outcomes)} of {len(ALL)} |",
         f"| faults that struck | {struck} |",
         f"| trainers started | {sum(outcome.attempts for outcome in outcomes)} |",
-        f"| seconds | {seconds:.0f} |",
+        f"| seconds of a fault, median | {statistics.median(outcome.seconds for outcome in outcomes):.0f} |",
         f"| **violations** | **{sum(len(outcome.violations) for outcome in outcomes)}** |",
         "",
         "How the job stood after the fault: "
