@@ -131,6 +131,7 @@ def page(outcomes: Sequence[Outcome]) -> str:
     struck = sum(outcome.struck for outcome in outcomes)
     wrong = [outcome for outcome in outcomes if outcome.violations]
     states = Counter(outcome.first_state for outcome in outcomes)
+    timed = [outcome.seconds for outcome in outcomes if outcome.seconds] or [0.0]
     found = defaultdict[tuple[str, str], list[Outcome]](list)
     for outcome in outcomes:
         found[outcome.point, outcome.kind].append(outcome)
@@ -147,7 +148,7 @@ def page(outcomes: Sequence[Outcome]) -> str:
         f"| faults tried | {len(outcomes)} of {len(ALL)} |",
         f"| faults that struck | {struck} |",
         f"| trainers started | {sum(outcome.attempts for outcome in outcomes)} |",
-        f"| seconds of a fault, median | {statistics.median(outcome.seconds for outcome in outcomes):.0f} |",
+        f"| seconds of a fault, median of {len(timed)} | {statistics.median(timed):.0f} |",
         f"| **violations** | **{sum(len(outcome.violations) for outcome in outcomes)}** |",
         "",
         "How the job stood after the fault: "

@@ -8,6 +8,7 @@ checkpoints. Figures are medians, with the least and the most.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -93,7 +94,8 @@ def one(config: RunConfig, folder: Path, cache: Path, *, aside: bool) -> list[St
     if not aside:
         loop.Saver = lambda **_: Saver(copies=False)  # type: ignore[assignment,misc]
     try:
-        loop.train(config, folder=folder, cache=cache, recorder=heard)  # type: ignore[arg-type]
+        with contextlib.redirect_stdout(sys.stderr):
+            loop.train(config, folder=folder, cache=cache, recorder=heard)  # type: ignore[arg-type]
     finally:
         loop.Saver = usual  # type: ignore[misc]
     return heard.metrics
