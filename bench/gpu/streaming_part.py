@@ -100,10 +100,18 @@ def opened(folder: Path, plan: Plan) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Memory:
+    """As much of an estimate as opening asks for: there is room."""
+
+    device_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class _Plans:
     """As much of a forecast as opening asks for."""
 
     plan: Plan
+    memory: _Memory = _Memory()
     seconds: float = 0.0
 
 
