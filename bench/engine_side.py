@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from vramfit.data.batches import collate, split
 from vramfit.errors import VramfitError
+from vramfit.models.random_start import make_start
 from vramfit.planning.plan import Plan
 
 EPSILON, BETAS, WEIGHT_DECAY, CLIP = 1e-8, (0.9, 0.999), 0.01, 1.0
@@ -256,6 +257,7 @@ def built_plainly(side: Side) -> nn.Module:
     else:
         shape = transformers.AutoConfig.from_pretrained(folder)
         model = transformers.AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation="sdpa")
+        make_start(model, SEED)  # the numbers that our side begins with, so that losses can be compared
     if side.work.method == "lora":
         import peft
 
