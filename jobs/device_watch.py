@@ -35,11 +35,12 @@ class DeviceWatch:
         self._thread: threading.Thread | None = None
 
     def found(self) -> Found:
+        known = self._found  # before a look begins, which can be as quick as this
         looking = self._thread is not None and self._thread.is_alive()
         if not looking and (self._looked_at is None or self._clock() - self._looked_at >= FRESH_S):
             self._thread = threading.Thread(target=self._look, name="devices", daemon=True)
             self._thread.start()
-        return self._found
+        return known
 
     def _look(self) -> None:
         began, before = time.time(), self._found

@@ -131,7 +131,9 @@ def test_the_governor_is_told_of_and_can_be_turned_off(
     assert heard.losses == calm.losses
     if adapts:
         assert "block 1 now recomputes its activations. That freed" in messages[0]
-        assert heard.metrics[-1].allocated_bytes < calm.metrics[-1].allocated_bytes
+        # In some steps a checkpoint's copy is there, too.
+        least = [min(step.allocated_bytes for step in run.metrics[3:]) for run in (heard, calm)]
+        assert least[0] < least[1]
 
 
 def test_the_file_of_limits_is_plain(

@@ -190,6 +190,7 @@ def test_a_run_that_saves_aside_leaves_the_bytes_of_one_that_waits(
         found = {name: checkpoint.load(tmp_path / name / CHECKPOINTS, step) for name in told}
         for each in found.values():
             del each.values["executor"]["governor"]  # what it saw of the machine's memory
+            each.values.pop("peak_allocated_bytes")  # in which a copy that is still being written is, too
             del each.values["health"]["watches"]["SpeedCollapse"]["usual"]  # and of its speed
         assert found["aside"].values == found["waiting"].values
         files = [(tmp_path / name / CHECKPOINTS / at / checkpoint.TENSORS).read_bytes() for name in told]
