@@ -26,7 +26,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Final, TypeVar
+from typing import Final
 
 from vramfit.models.architecture import Architecture
 from vramfit.models.families import MASK_OF_ALL_POSITIONS
@@ -45,9 +45,6 @@ from vramfit.planning.stored import (
 )
 from vramfit.planning.tape import Moment
 from vramfit.units import GIB
-
-_Value = TypeVar("_Value")
-
 
 COMMUNICATION_BYTES: Final = GIB
 """Buffers of NCCL on one card: 0.5 to 1.5 GiB."""

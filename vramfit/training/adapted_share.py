@@ -6,7 +6,7 @@ from typing import Literal
 
 from vramfit.models.architecture import Architecture
 from vramfit.planning.plan import Plan
-from vramfit.planning.stored import adapter_sizes
+from vramfit.planning.stored import sizes_of_block
 from vramfit.units import format_percent
 
 
@@ -20,14 +20,7 @@ def adapted_share(architecture: Architecture, plan: Plan) -> tuple[Literal["info
     layer = next(filter(lambda index: _experts(architecture, index), range(architecture.layers)), None)
     if not plan.lora_rank or layer is None:
         return None
-    sizes = adapter_sizes(
-        architecture,
-        layer,
-        rank=plan.lora_rank,
-        targets=plan.lora_targets,
-        dora=plan.dora,
-        experts=plan.lora_experts,
-    )
+    sizes = sizes_of_block(architecture, layer, plan)
     whole = architecture.params_of_block(layer)
     found = f"Adapters train {sum(sizes):,} numbers beside the {whole:,} of a block with experts, "
     found += format_percent(sum(sizes) / whole)
