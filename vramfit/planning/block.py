@@ -112,13 +112,17 @@ def block_memory(
     """Walk block `layer`; `input_grad` is False for the first block of a frozen model: its input needs none.
     `compressed`: inputs of its linears wait in 8 bits."""
     tape, start = block_tape(architecture, layer, formats, input_grad=input_grad, compressed=compressed)
+    if input_grad and not compressed:
+        evaluation = highest(tape.forward(keeps=False))
+    else:  # what is kept for backward is no matter to a forward that keeps nothing
+        evaluation = block_memory(architecture, layer, formats, compressed=False).evaluation
     return BlockMemory(
         input=start.size,
         input_saved=any(start.storage in operation.saves for operation in tape.operations),
         saved=tape.saved,
         forward=highest(tape.forward()),
         backward=highest(tape.backward()),
-        evaluation=highest(tape.forward(keeps=False)),
+        evaluation=evaluation,
         returned=_returned(architecture, formats),
         **_held_otherwise(tape),
     )

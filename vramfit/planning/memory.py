@@ -80,19 +80,41 @@ def estimate_memory(
     )
     peak = max(phases, key=lambda phase: phase.total_bytes)
     device = _device_bytes(peak, plan, program)
-    on_cpu = plan.device == "cpu"
-    spread = 0.04 if on_cpu and plan.compute in ("fp32", "tf32") else 0.08
+    spread = 0.04 if plan.device == "cpu" and plan.compute in ("fp32", "tf32") else 0.08
     moving = peak.total_bytes - work.states
     return MemoryEstimate(
         phases=phases,
         device_bytes=device,
         low_bytes=int(peak.total_bytes - spread * peak.total_bytes - (0 if workload.exact else 0.3 * moving)),
         high_bytes=int(peak.total_bytes * (1 + spread)),
-        host_bytes=device if on_cpu else int(3 * GIB + work.weights / 8 + work.host_states + work.waiting),
-        disk_bytes=int((checkpoints + 1) * work.checkpoint + work.export(merged=merged) + work.disk_states),
+        host_bytes=work.host_bytes(device),
+        disk_bytes=work.disk_bytes(checkpoints=checkpoints, merged=merged),
         written_per_step_bytes=int(work.written_per_step),
         written_per_checkpoint_bytes=int(work.checkpoint),
         save_copy_bytes=0 if work.trains_visitors else int(work.checkpoint),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeastMemory:
+    """Bytes below which a plan cannot be: of the device, of RAM beside it, and of disk."""
+
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+
+
+def least_memory(
+    architecture: Architecture, plan: Plan, workload: Workload, *, checkpoints: int = 2, merged: bool = False
+) -> LeastMemory:
+    """What `estimate_memory` can never be below, by a phase that needs no walk of a block: the optimizer's step. RAM
+    beside a card and disk are whole."""
+    work = Work.of(architecture, plan, workload, OURS)
+    device = _device_bytes(work.step_phase(), plan, OURS)
+    return LeastMemory(
+        device_bytes=device,
+        host_bytes=work.host_bytes(device),
+        disk_bytes=work.disk_bytes(checkpoints=checkpoints, merged=merged),
     )
 
 
@@ -157,7 +179,6 @@ class Work:
     stored: Stored
     weight: float
     gradient: float
-    blocks: tuple[BlockMemory, ...]
     first: int
 
     @classmethod
@@ -176,9 +197,20 @@ class Work:
             stored=stored(architecture, plan, program),
             weight=weight,
             gradient=weight if program.gradient is None else program.gradient,
-            blocks=_blocks(architecture, formats, plan, frozen=not (plan.trains_all or program.input_grads)),
             first=plan.first_trained(architecture.layers),
         )
+
+    @cached_property
+    def blocks(self) -> tuple[BlockMemory, ...]:
+        """Every block's walk. Where what comes before them is frozen the first block with a backward differs: its
+        input needs no gradient."""
+        shape, formats, layers = self.architecture.shape, self.formats, self.architecture.layers
+        own = None if self.plan.trains_all or self.program.input_grads else self.first
+        kept = walks(shape, formats, own, compressed=False)
+        if not self.plan.compress:
+            return kept
+        few = walks(shape, formats, own, compressed=True)
+        return tuple(few[layer] if compresses(self.plan, layer, layers) else kept[layer] for layer in range(layers))
 
     # --- states ------------------------------------------------------------------------------------------------------
 
@@ -265,8 +297,7 @@ class Work:
         if not self.streams or self.shares_weights or self.plan.resident_blocks >= self.architecture.layers:
             return ()
         gradients = 0.0 if self.plan.lora_rank else self.gradient * max(self.block_trained)
-        pairs = zip(self.split, self.stored.block_bytes, strict=True)
-        parts = [split or SplitBlock.undivided(whole) for split, whole in pairs]
+        parts = self.stored.parts
         stay = self.plan.staying(self.architecture.layers)
         visit = {layer: each.shared for layer, each in enumerate(parts) if layer not in stay}
         room = together(visit.values(), self.plan.slot_bytes, splits=any(each.slices for each in parts))
@@ -327,6 +358,17 @@ class Work:
             gradients = self.gradients_on_tier
         states = self.optimizer_states + gradients if self.plan.optimizer_tier == "host" else 0.0
         return states + (self.stored.weight_bytes if self.plan.weights_tier == "host" else 0.0)
+
+    def host_bytes(self, device_bytes: int) -> int:
+        """RAM: the process, a share of the weights while they pass, and what lives there; where RAM is the device, what
+        the device needs."""
+        if self.plan.device == "cpu":
+            return device_bytes
+        return int(3 * GIB + self.weights / 8 + self.host_states + self.waiting)
+
+    def disk_bytes(self, *, checkpoints: int, merged: bool) -> int:
+        """All checkpoints and one that is being written, the result, and what lives there during the run."""
+        return int((checkpoints + 1) * self.checkpoint + self.export(merged=merged) + self.disk_states)
 
     @cached_property
     def checkpoint(self) -> float:
@@ -494,7 +536,10 @@ class Work:
         first, behind = self.first, self.first + self.plan.recompute
         on_device, products = self.plan.input_tier == "device", self.keeps_products
         again = [
-            ((block.input * self._waiting_of(layer) if on_device else 0.0) + (block.selected if products else 0.0))
+            (
+                (block.input * self.stored.states_between[layer] if on_device else 0.0)
+                + (block.selected if products else 0.0)
+            )
             * self.tokens
             for layer, block in enumerate(self.blocks[first:behind], start=first)
         ]
@@ -527,13 +572,7 @@ class Work:
         if self.plan.input_tier == "device":
             return 0.0
         passes = self.plan.accumulation if self.streams else 1
-        again = filter(self.recomputes, range(self.architecture.layers))
-        return passes * sum(map(self._waiting_of, again)) * self.stream
-
-    def _waiting_of(self, layer: int) -> int:
-        """Hidden states of a recomputed block that wait for backward: its input, and where it is split the answer of
-        its experts."""
-        return 1 if self.split[layer] is None else 2
+        return passes * sum(self.stored.states_between[self.first : self.first + self.plan.recompute]) * self.stream
 
     @cached_property
     def final_norm(self) -> float:
@@ -921,23 +960,10 @@ def slot_bytes_of(architecture: Architecture, plan: Plan, tokens: int, program: 
         return wanted if plan.device != "cpu" else 0
     if not plan.lora_rank or not any(architecture.by_kind(lambda layer: bool(experts_in_one(architecture, layer)))):
         return 0
-    split = stored(architecture, dataclasses.replace(plan, slot_bytes=wanted), program).split
-    parts = [each or SplitBlock.undivided(size) for each, size in zip(split, blocks, strict=True)]
+    parts = stored(architecture, dataclasses.replace(plan, slot_bytes=wanted), program).parts
     left = max(each.shared for each in parts) + max(each.slice for each in parts)
     keeps = tokens * _sent_of_token(architecture, BYTES[plan.compute], back=True)
     return wanted if STREAM_SLOTS * (max(blocks) - left) > keeps else 0
-
-
-def _blocks(architecture: Architecture, formats: Formats, plan: Plan, *, frozen: bool) -> tuple[BlockMemory, ...]:
-    """Every block's walk. Where what comes before it is `frozen` the first block with a backward differs: its input
-    needs no gradient."""
-    shape, layers = architecture.shape, architecture.layers
-    own = plan.first_trained(layers) if frozen else None
-    kept = walks(shape, formats, own, compressed=False)
-    if not plan.compress:
-        return kept
-    few = walks(shape, formats, own, compressed=True)
-    return tuple(few[layer] if compresses(plan, layer, layers) else kept[layer] for layer in range(layers))
 
 
 @lru_cache(maxsize=256)

@@ -18,11 +18,11 @@ from vramfit.config import RunConfig
 from vramfit.hardware.devices import Device, Machine
 from vramfit.models.architecture import Architecture
 from vramfit.planning.abilities import DESIGNED, ENGINE, Abilities, missing
-from vramfit.planning.memory import estimate_memory, slot_bytes_of
+from vramfit.planning.memory import estimate_memory, least_memory, slot_bytes_of
 from vramfit.planning.plan import MemoryEstimate, Plan, SpeedEstimate, Workload
 from vramfit.planning.speed import estimate_speed
 from vramfit.planning.start import Start, checkpoints_at_end, sequences_of_step, start
-from vramfit.planning.stored import stored, weight_bytes
+from vramfit.planning.stored import stored
 from vramfit.planning.wishes import refused
 
 _MOST_TOKENS_PER_PASS: Final = 2**17
@@ -216,10 +216,19 @@ class Search:
         return wish == "reduce-overhead" or (wish not in ("auto", "off") and drops)
 
     def is_hopeless(self, family: Family) -> bool:
-        """Whether the weights alone are more than the tier has that they would lie on: known without an estimate."""
-        plan = self._plan(family, 1)
-        room = {"device": plan.cards * plan.budget_bytes, "host": self.machine.ram_bytes}.get(plan.weights_tier)
-        return room is not None and weight_bytes(self.architecture, plan) > room
+        """Whether what lies there at the least is more than device, RAM or disk have: known without walking a block."""
+        plan = self._least_plan(family)
+        least = least_memory(self.architecture, plan, self.workload, checkpoints=self.checkpoints, merged=self._merged)
+        machine = self.machine
+        return (
+            least.device_bytes > plan.budget_bytes
+            or (plan.device != "cpu" and least.host_bytes > machine.ram_bytes)
+            or least.disk_bytes > machine.disk_free_bytes
+        )
+
+    @property
+    def _merged(self) -> bool:
+        return self.config.output.export == "merged"
 
     # --- candidates --------------------------------------------------------------------------------------------------
 
@@ -234,13 +243,15 @@ class Search:
 
     def candidate(self, family: Family, micro_batch: int, **changes: int) -> Candidate:
         """A plan of `family` with its estimates; `changes` are recompute and resident_blocks."""
-        plan = self._plan(family, micro_batch, **changes)
+        return self._candidate_of(family, self._plan(family, micro_batch, **changes))
+
+    def _candidate_of(self, family: Family, plan: Plan) -> Candidate:
         memory = estimate_memory(
             self.architecture,
             plan,
             self.workload,
             checkpoints=self.checkpoints,
-            merged=self.config.output.export == "merged",
+            merged=self._merged,
         )
         timed = partial(
             estimate_speed, self.architecture, plan, self.device, self.workload, sequences_per_step=self.sequences
@@ -261,7 +272,8 @@ class Search:
 
     def _best_of(self, family: Family) -> Candidate:
         if family.name not in self._known:  # shared with the same search of other abilities
-            self._known[family.name] = quickest(self.fitting(family)) or self.least(family)
+            fitting = [] if self.is_hopeless(family) else self.fitting(family)
+            self._known[family.name] = quickest(fitting) or self.least(family)
         return self._known[family.name]
 
     def best(self) -> Candidate | None:
@@ -339,9 +351,11 @@ class Search:
     def least(self, family: Family | None = None) -> Candidate:
         """What needs the least memory: the smallest micro-batch, all blocks recomputed unless kept by wish."""
         chosen = family or self.families[0]
+        return self._candidate_of(chosen, self._least_plan(chosen))
+
+    def _least_plan(self, family: Family) -> Plan:
         keep = self.config.memory.activations in ("keep", "compress")
-        recompute = 0 if keep else self.trained_layers
-        return self.candidate(chosen, self.micro_batches(chosen)[0], recompute=recompute)
+        return self._plan(family, self.micro_batches(family)[0], recompute=0 if keep else self.trained_layers)
 
 
 def _between(short: Candidate, enough: Candidate) -> int:

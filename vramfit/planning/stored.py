@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from typing import Any, Final, TypeVar
 
 from vramfit.models.architecture import Architecture, Linear
@@ -305,6 +306,18 @@ class Stored:
         return shape.by_kind(of_block)
 
     @cached_property
+    def parts(self) -> tuple[SplitBlock, ...]:
+        """Those of every block, one part where it comes whole."""
+        pairs = zip(self.split, self.block_bytes, strict=True)
+        return tuple([split or SplitBlock.undivided(whole) for split, whole in pairs])
+
+    @cached_property
+    def states_between(self) -> tuple[int, ...]:
+        """Hidden states of each block that wait for its backward when it is recomputed: its input, and where it is
+        split the answer of its experts."""
+        return tuple([1 if each is None else 2 for each in self.split])
+
+    @cached_property
     def largest_blocks(self) -> tuple[float, ...]:
         """Of so many of the largest blocks together, from none to all."""
         return tuple(itertools.accumulate(sorted(self.block_bytes, reverse=True), initial=0.0))
@@ -395,12 +408,16 @@ _MOVES: Final[dict[str, Any]] = {
 """Of a plan, what changes nothing of what is stored, at one value each."""
 
 
+_STAYS: Final = tuple(each.name for each in dataclasses.fields(Plan) if each.name not in _MOVES)
+_stays: Final = attrgetter(*_STAYS)
+
+
 def stored(architecture: Architecture, plan: Plan, program: Program = OURS) -> Stored:
     """What `plan` stores of a model, known already where another plan stored the same."""
-    return stored_as(architecture.shape, dataclasses.replace(plan, **_MOVES), program)
+    return stored_as(architecture.shape, _stays(plan), program)
 
 
 @lru_cache(maxsize=256)
-def stored_as(architecture: Architecture, plan: Plan, program: Program) -> Stored:
-    """The record of a shape and a plan that differs from others in nothing but what is stored."""
-    return Stored(architecture, plan, program)
+def stored_as(architecture: Architecture, stays: tuple[Any, ...], program: Program) -> Stored:
+    """The record of a shape and of all plans that have these values of what changes it."""
+    return Stored(architecture, Plan(**_MOVES, **dict(zip(_STAYS, stays, strict=True))), program)

@@ -103,14 +103,18 @@ class Moment(NamedTuple):
 
 def highest(moments: Iterable[Moment]) -> tuple[Moment, ...]:
     """Those moments that can be the peak, for some number of tokens and some size of a gradient."""
-    found: dict[tuple[float, ...], Moment] = {}
-    for moment in moments:
-        numbers = moment.numbers
-        if not any(all(map(ge, other, numbers)) for other in found):
-            for lower in [other for other in found if all(map(ge, numbers, other))]:
-                del found[lower]
-            found[numbers] = moment
-    return tuple(found.values())
+    listed = list(moments)
+    ranked = sorted([(moment.numbers, -at) for at, moment in enumerate(listed)], reverse=True)
+    fronts: list[tuple[float, ...]] = []
+    found: list[int] = []
+    for numbers, before in ranked:  # none that comes later here has no number below those of one that came
+        for front in fronts:
+            if all(map(ge, front, numbers)):
+                break
+        else:
+            fronts.append(numbers)
+            found.append(-before)
+    return tuple([listed[at] for at in sorted(found)])
 
 
 class Change(NamedTuple):
@@ -249,10 +253,12 @@ class Tape:
     def forward(self, *, keeps: bool = True) -> Iterator[Moment]:
         """Moments of forward: outputs still to be used, and with `keeps` what backward will need."""
         alive = 0.0
-        for step in self.forward_steps(keeps=keeps):
-            packs = step.operation.packs if keeps else 0
-            yield Moment(step.highest(alive), weights=step.operation.unpacks, pieces=packs, piece_bytes=PACKING)
-            alive += step.change
+        for operation, made, freed in self._lifetimes(keeps=keeps):
+            alive += self.total(made)
+            packs = operation.packs if keeps else 0
+            temporary = operation.forward_temporary
+            yield Moment(alive + temporary, weights=operation.unpacks, pieces=packs, piece_bytes=PACKING)
+            alive -= self.total(freed)
 
     def backward(self) -> Iterator[Moment]:
         """Moments of backward, from all saved to none, beginning with the gradient of the block's output."""
@@ -266,6 +272,13 @@ class Tape:
     def forward_steps(self, *, keeps: bool = True) -> Iterator[Step]:
         """What the operations of forward make and free. At the end the output is there, and with `keeps` what is
         saved; the input is never theirs."""
+        for operation, made, freed in self._lifetimes(keeps=keeps):
+            changes = [Change(storage, self.sizes[storage]) for storage in made]
+            changes += [Change(storage, -self.sizes[storage]) for storage in freed]
+            yield Step(operation, tuple(changes), operation.forward_temporary)
+
+    def _lifetimes(self, *, keeps: bool) -> Iterator[tuple[Operation, list[int], list[int]]]:
+        """Every operation of forward, the storages it makes, and those that nothing needs once it is done."""
         last_use = {
             value.storage: index
             for index, operation in enumerate(self.operations)
@@ -275,7 +288,7 @@ class Tape:
         used_up: dict[int, list[int]] = {}
         for storage, index in last_use.items():
             used_up.setdefault(index, []).append(storage)
-        saved, passing, sizes = {self._start}, set[int](), self.sizes
+        saved, passing = {self._start}, set[int]()
         for index, operation in enumerate(self.operations):
             made = []
             for storage in (operation.output.storage, *operation.saves) if keeps else (operation.output.storage,):
@@ -285,12 +298,10 @@ class Tape:
             if keeps:
                 saved.update(operation.saves)
                 passing.difference_update(operation.saves)
-            ending = [*used_up.get(index, ()), *(storage for storage in made if storage not in last_use)]
-            done = sorted({storage for storage in ending if storage in passing})
-            passing.difference_update(done)
-            changes = [Change(storage, sizes[storage]) for storage in made]
-            changes += [Change(storage, -sizes[storage]) for storage in done]
-            yield Step(operation, tuple(changes), operation.forward_temporary)
+            ending = {*used_up.get(index, ()), *[storage for storage in made if storage not in last_use]}
+            freed = sorted(ending & passing)
+            passing.difference_update(freed)
+            yield operation, made, freed
 
     def backward_steps(self, *, shared: bool = False) -> tuple[list[Step], int]:
         """What the operations of backward make and free, and which gradient is left at the end, the input's (0: none).
@@ -319,7 +330,7 @@ class Tape:
 
     def total(self, storages: Iterable[int]) -> float:
         """Bytes per token of these storages."""
-        return sum(self.sizes[storage] for storage in storages)
+        return sum([self.sizes[storage] for storage in storages])
 
     def _storage(self, size: float) -> int:
         self.sizes.append(size)

@@ -19,6 +19,7 @@ from vramfit.hardware.devices import Device, Machine
 from vramfit.models import catalogue
 from vramfit.models.architecture import Architecture
 from vramfit.planning.abilities import DESIGNED, ENGINE, Abilities
+from vramfit.planning.memory import least_memory
 from vramfit.planning.plan import Forecast, Workload
 from vramfit.planning.planner import forecast_run, total_steps
 from vramfit.planning.search import Search
@@ -619,3 +620,32 @@ def test_where_no_single_change_is_enough_all_that_was_fixed_is_left_to_auto() -
 
     assert len(told) == 2
     assert forecast_run(changed, architecture=architecture, machine=machine, workload=work).fits
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("on", ["RTX 3060", "RTX 4090", "laptop"])
+@pytest.mark.parametrize(
+    "of", ["Qwen/Qwen3-0.6B", "bigscience/bloom", "Qwen/Qwen3-30B-A3B", "google/gemma-3-27b-pt (text)"]
+)
+def test_what_is_refused_without_an_estimate_does_not_fit_by_one(of: str, on: str, method: str) -> None:
+    machine = laptop() if on == "laptop" else machine_with(on)
+    search = Search.of(wish(method), model(of), machine, LONG, abilities=DESIGNED)
+
+    for family in search.families:
+        least = search.least(family)
+        known = least_memory(search.architecture, least.plan, LONG, checkpoints=search.checkpoints)
+        assert known.device_bytes <= least.memory.device_bytes
+        assert known.disk_bytes == least.memory.disk_bytes
+        if on != "laptop":
+            assert known.host_bytes == least.memory.host_bytes
+        assert not (search.is_hopeless(family) and least.fits), family.name
+
+
+def test_a_family_whose_states_alone_are_too_much_is_refused_without_an_estimate() -> None:
+    """27 billion parameters with their gradients and states are over 400 GiB, wherever they lie."""
+    search = Search.of(wish("full"), model("google/gemma-3-27b-pt (text)"), machine_with("RTX 3060"), LONG)
+    hopeless = {family.name for family in search.families if search.is_hopeless(family)}
+
+    assert {"on the device", "8-bit optimizer", "optimizer in RAM", "streaming from RAM"} <= hopeless
+    small = Search.of(wish("lora"), model("Qwen/Qwen3-0.6B"), machine_with("RTX 3060"), LONG)
+    assert not any(map(small.is_hopeless, small.families))

@@ -89,3 +89,21 @@ def test_pruned_moments_hold_the_peak_for_any_sizes(moments: list[Moment], sizes
         return tokens * moment.per_token + complete + making * moment.making + weights * moment.weights
 
     assert max(map(size, highest(moments))) == max(map(size, moments))
+
+
+def test_moments_of_forward_are_those_of_its_steps() -> None:
+    """The walk that only wants heights, and the one that names every buffer, see the same."""
+    tape = Tape()
+    start = tape.input(4, grad=True)
+    wide = tape.operation("wide", (start,), 16, saves=(start,), trained=1, forward_temporary=3)
+    view = tape.operation("view", (wide,), 16, view=True)
+    copy = tape.operation("copy", (view,), 8, saves=(view,), saves_new=2)
+    tape.operation("add", (copy, start), 4, passes=True, holds=(wide,))
+
+    for keeps in (True, False):
+        alive, heights = 0.0, []
+        for step in tape.forward_steps(keeps=keeps):
+            heights.append(step.highest(alive))
+            alive += step.change
+        assert [moment.per_token for moment in tape.forward(keeps=keeps)] == heights
+    assert heights == [19, 16, 24, 28]
