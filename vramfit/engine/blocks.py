@@ -71,6 +71,15 @@ class Tier(Protocol):
     def resident(self, block: int) -> Tensor | None:
         """The block's flat buffer where it lies in RAM, ready to be copied from; None where it has to be read."""
 
+    def lies(self, block: int) -> Tensor | None:
+        """The block's flat buffer where it lies, if the processor can compute with it there once it is `present`."""
+
+    def present(self, block: int) -> None:
+        """Have a block that lies in reach in memory. May raise CheckpointError."""
+
+    def leave(self, block: int) -> None:
+        """It is not computed with any more."""
+
 
 class StoredTier(Tier, Protocol):
     """A tier that keeps its numbers in fewer bytes than the device computes with."""
@@ -92,14 +101,20 @@ class Traffic:
 
 
 class _Slot:
-    """A buffer on the device, the blocks in it one after another, and when it may be used or overwritten."""
+    """A buffer on the device, the blocks that visit it and the parts of it they are in, and when it may be used or
+    overwritten. Blocks that are computed with where they lie visit it in name only: their parts are elsewhere."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.blocks: tuple[int, ...] = ()
+        self.parts: Sequence[Tensor] = ()
         self.arriving: Future[float] | None = None
         self.arrived: torch.Event | None = None
         self.left: torch.Event | None = None
+
+    def clear(self) -> None:
+        """What is in it is of no use."""
+        self.blocks, self.parts = (), ()
 
 
 class BlockStream:
@@ -108,6 +123,9 @@ class BlockStream:
     `resident` blocks are brought once and stay. `slots` buffers of the largest other block's size take the rest in
     turns, or as many of them together as have `together` bytes; with fewer than two nothing is fetched ahead. The way
     down turns at block `turn`: those before it are only passed on the way up.
+
+    Where the device is the processor and a tier has a block in its reach, nothing is copied: "brought" then means that
+    the block's bytes are in memory. It is counted like any other.
     """
 
     def __init__(
@@ -144,7 +162,12 @@ class BlockStream:
     def places(self) -> dict[int, int]:
         """What the stream takes of the device: buffers by where they begin, with their bytes."""
         flats = [*self._resident.values(), *(slot.flat for slot in self._slots)]
-        return {flat.untyped_storage().data_ptr(): flat.nbytes for flat in flats}
+        found = {flat.untyped_storage().data_ptr(): flat.nbytes for flat in flats if flat.nbytes}
+        for block, part in (each for slot in self._slots for each in zip(slot.blocks, slot.parts, strict=True)):
+            if self._in_place(block):  # parts of one file begin where the file does
+                start = part.untyped_storage().data_ptr()
+                found[start] = found.get(start, 0) + part.nbytes
+        return found
 
     def bring(self, block: int, direction: Direction) -> dict[str, Tensor]:
         """The tensors of `block` on the device, ready for the current stream; the next one is fetched meanwhile.
@@ -159,17 +182,16 @@ class BlockStream:
         self._await(slot)
         self._current = slot
         self._fetch_ahead(slot.blocks[-1 if direction == "up" else 0], direction)
-        part = self._parts_of(slot.flat, slot.blocks)[slot.blocks.index(block)]
-        return self.tier.layouts[block].views(part)
+        return self.tier.layouts[block].views(slot.parts[slot.blocks.index(block)])
 
     def forget(self, block: int) -> None:
         """The tier's copy has changed: what is on the device of it is old."""
         if block in self._resident:
-            self._resident[block].copy_(self._whole(block))
+            self._renew(block)
         slot = self._slot_of(block)
         if slot is not None:
             self._await(slot)
-            slot.blocks = ()
+            slot.clear()
 
     @property
     def staying_bytes(self) -> int:
@@ -191,7 +213,7 @@ class BlockStream:
         visiting = {block: self._nbytes(block) for block in range(self._count) if block not in self._resident}
         groups = groups_of(visiting, self._together, turn=self.turn)
         self._group_of = {block: group for group in groups for block in group}
-        sizes = [sum(map(self._nbytes, group)) for group in groups]
+        sizes = [sum(self._nbytes(block) for block in group if not self._in_place(block)) for group in groups]
         count, nbytes = min(self._wanted_slots, len(groups)), max(sizes, default=0)
         if len(self._slots) == count and all(slot.flat.nbytes >= nbytes for slot in self._slots):
             return
@@ -208,6 +230,9 @@ class BlockStream:
 
     def _nbytes(self, block: int) -> int:
         return self.tier.layouts[block].nbytes
+
+    def _in_place(self, block: int) -> bool:
+        return self._copies is None and self.tier.lies(block) is not None
 
     def _slot_of(self, block: int) -> _Slot | None:
         return next((slot for slot in self._slots if block in slot.blocks), None)
@@ -237,7 +262,10 @@ class BlockStream:
         farthest = min if direction == "up" else max
         slot = free[0] if free else farthest(used, key=lambda slot: slot.blocks[0])
         self._await(slot)
+        for left in filter(self._in_place, slot.blocks):
+            self.tier.leave(left)
         slot.blocks = self._group_of[block]
+        slot.parts = self._parts_in(slot.flat, slot.blocks)
         self.traffic.visits += len(slot.blocks)
         self.traffic.moved_bytes += sum(map(self._nbytes, slot.blocks))
         slot.arriving = self._fetcher.submit(self._fill, slot, slot.blocks)
@@ -246,10 +274,12 @@ class BlockStream:
     def _fill(self, slot: _Slot, blocks: tuple[int, ...]) -> float:
         """On the fetching thread: the blocks' bytes into the slot. Returns the seconds it took."""
         began = time.perf_counter()
-        parts = self._parts_of(slot.flat, blocks)
         if self._copies is None:
-            for block, part in zip(blocks, parts, strict=True):
-                self._read(block, part)
+            for block, part in zip(blocks, slot.parts, strict=True):
+                if self._in_place(block):
+                    self.tier.present(block)
+                else:
+                    self._read(block, part)
             return time.perf_counter() - began
         sources = [self.tier.resident(block) for block in blocks]
         if any(source is None for source in sources):
@@ -257,11 +287,19 @@ class BlockStream:
         with self._copies:
             if slot.left is not None:
                 self._copies.wait_event(slot.left)
-            for part, source in zip(parts, sources, strict=True):
+            for part, source in zip(slot.parts, sources, strict=True):
                 assert source is not None
                 part.copy_(source[: part.numel()], non_blocking=True)
             slot.arrived = self._copies.record_event()
         return time.perf_counter() - began
+
+    def _parts_in(self, flat: Tensor, blocks: tuple[int, ...]) -> list[Tensor]:
+        """Where each of these blocks is when it has come: where it lies, else one after another in `flat`."""
+        copied = [block for block in blocks if not self._in_place(block)]
+        found = dict(zip(copied, self._parts_of(flat, copied), strict=True))
+        lying = {block: self.tier.lies(block) for block in blocks if block not in found}
+        found |= {block: part for block, part in lying.items() if part is not None}
+        return [found[block] for block in blocks]
 
     def _staged(self, slot: _Slot, blocks: tuple[int, ...]) -> list[Tensor | None]:
         """Blocks that have to be read. Two buffers in turn: while one is on its way to the device the next blocks are
@@ -294,7 +332,7 @@ class BlockStream:
         try:
             self.traffic.read_seconds += arriving.result()
         except BaseException:
-            slot.blocks = ()
+            slot.clear()
             raise
         finally:
             self.traffic.waited_seconds += time.perf_counter() - began
@@ -310,7 +348,19 @@ class BlockStream:
     def _brought(self, block: int) -> Tensor:
         self.traffic.visits += 1
         self.traffic.moved_bytes += self.tier.layouts[block].nbytes
-        return self._whole(block).to(self.device, copy=True) if self.device.type != "cpu" else self._whole(block)
+        if self.device.type != "cpu":
+            return self._whole(block).to(self.device, copy=True)
+        there = self._in_ram(block)
+        return self._whole(block) if there is None else there
+
+    def _renew(self, block: int) -> None:
+        """What has changed of a block that stays."""
+        if self._in_ram(block) is None:
+            self._resident[block].copy_(self._whole(block))
+
+    def _in_ram(self, block: int) -> Tensor | None:
+        """A block that stays there anyway, where the processor computes with it."""
+        return self.tier.resident(block) if self._in_place(block) else None
 
     def _whole(self, block: int) -> Tensor:
         flat = torch.empty(self.tier.layouts[block].nbytes, dtype=torch.uint8)
@@ -367,7 +417,7 @@ class WideningStream(BlockStream):
         narrow, wide = self._stored.stored[block].views(self._narrow), self.tier.layouts[block].views(slot.flat)
         for name, tensor in wide.items():
             tensor.copy_(narrow[name])
-        slot.blocks, self._narrow_block = (block,), None
+        slot.blocks, slot.parts, self._narrow_block = (block,), (slot.flat,), None
         return slot
 
     def _fetch_ahead(self, block: int, direction: Direction) -> None:

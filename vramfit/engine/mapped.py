@@ -48,6 +48,10 @@ class MappedFile:
         if nbytes:
             self._ask(offset, nbytes, _WILL_NEED)
             self._ask(offset, nbytes, _POPULATE_TO_WRITE if changes else _POPULATE_TO_READ)
+        return self.part(offset, nbytes)
+
+    def part(self, offset: int, nbytes: int) -> Tensor:
+        """Those bytes, wherever they are: to be made present before they are touched."""
         return self._whole[offset : offset + nbytes]
 
     def leave(self, offset: int, nbytes: int) -> None:

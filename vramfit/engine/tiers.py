@@ -67,6 +67,15 @@ class FilesTier:
     def resident(self, block: int) -> Tensor | None:
         return None
 
+    def lies(self, block: int) -> Tensor | None:
+        return None
+
+    def present(self, block: int) -> None:
+        pass
+
+    def leave(self, block: int) -> None:
+        pass
+
 
 class RamTier:
     """Blocks in RAM, one flat buffer each: pinned where a card copies from them."""
@@ -84,6 +93,15 @@ class RamTier:
 
     def resident(self, block: int) -> Tensor | None:
         return self.flats[block]
+
+    def lies(self, block: int) -> Tensor | None:
+        return self.flats[block]
+
+    def present(self, block: int) -> None:
+        pass
+
+    def leave(self, block: int) -> None:
+        pass
 
     def write(self, block: int, flat: Tensor) -> None:
         self.flats[block].copy_(flat)
@@ -136,6 +154,18 @@ class DiskTier:
     def resident(self, block: int) -> Tensor | None:
         return None
 
+    def lies(self, block: int) -> Tensor | None:
+        start = self._starts[block]
+        return None if self._mapped is None else self._mapped.part(start, self.layouts[block].nbytes)
+
+    def present(self, block: int) -> None:
+        """Raises CheckpointError."""
+        self._presented(self._starts[block], self.layouts[block].nbytes, changes=False)
+
+    def leave(self, block: int) -> None:
+        if self._mapped is not None and self._leaves:
+            self._mapped.leave(self._starts[block], self.layouts[block].nbytes)
+
     def write(self, block: int, flat: Tensor) -> None:
         """Write a whole block. Raises OutOfDisk."""
         nbytes = self.layouts[block].nbytes
@@ -158,11 +188,16 @@ class DiskTier:
         if self._mapped is None:
             return self.take(block, name)
         place = self.layouts[block].places[name]
+        found = self._presented(self._starts[block] + place.offset, place.nbytes, changes=changes)
+        return found.view(place.dtype).view(place.shape)
+
+    def _presented(self, start: int, nbytes: int, *, changes: bool) -> Tensor:
+        """Bytes of the file where they lie. Raises CheckpointError."""
+        assert self._mapped is not None
         try:
-            found = self._mapped.present(self._starts[block] + place.offset, place.nbytes, changes=changes)
+            return self._mapped.present(start, nbytes, changes=changes)
         except OSError as error:
             raise self._unreadable(error) from error
-        return found.view(place.dtype).view(place.shape)
 
     def done(self, block: int, name: str) -> None:
         if self._mapped is not None and self._leaves:
@@ -227,6 +262,15 @@ class FrozenBeforeTrained:
 
     def resident(self, block: int) -> Tensor | None:
         return self._of(block).resident(block)
+
+    def lies(self, block: int) -> Tensor | None:
+        return self._of(block).lies(block)
+
+    def present(self, block: int) -> None:
+        self._of(block).present(block)
+
+    def leave(self, block: int) -> None:
+        self._of(block).leave(block)
 
     def take(self, block: int, name: str) -> Tensor:
         return self._trained.take(block, name)

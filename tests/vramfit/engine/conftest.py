@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from vramfit.engine.tiers import DiskTier, RamTier
 from vramfit.planning.plan import Plan
 
 VOCAB = 128
@@ -131,6 +132,13 @@ class Tools:
 @pytest.fixture(scope="session")
 def tiny() -> Tools:
     return Tools(build, make_plan, make_sequences, pad, pack)
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks come to places of their own, as they do on a card, wherever they lie."""
+    for tier in (RamTier, DiskTier):
+        monkeypatch.setattr(tier, "lies", lambda self, block: None)
 
 
 @pytest.fixture(autouse=True, scope="session")

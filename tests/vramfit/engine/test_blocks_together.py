@@ -15,6 +15,8 @@ from vramfit.engine.blocks import BlockStream, Layout
 from vramfit.engine.tiers import RamTier
 from vramfit.planning.slots import groups_of
 
+pytestmark = pytest.mark.usefixtures("copied")
+
 TWO = {"lora": 300_000, "qlora": 50_000, "full": 300_000}
 """Bytes in which two blocks of the small model fit, and not three."""
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from vramfit.engine.blocks import Layout
+from vramfit.engine.blocks import BlockStream, Layout
 from vramfit.engine.mapped import MappedFile
-from vramfit.engine.tiers import DiskTier
+from vramfit.engine.tiers import DiskTier, FilesTier, FrozenBeforeTrained, RamTier
 from vramfit.errors import CheckpointError
 from vramfit.positioned import PositionedFile
 
@@ -20,9 +21,9 @@ SHAPE = (300, 1000)
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="files are lent on Linux only")
 
 
-def a_tier(folder: Path, *, leaves: bool = False) -> DiskTier:
+def a_tier(folder: Path, *, count: int = 2, leaves: bool = False) -> DiskTier:
     layout = Layout({"odd": ((3,), torch.float32), "weight": (SHAPE, torch.float32)})
-    return DiskTier([layout, layout], folder / "blocks.bin", leaves=leaves)
+    return DiskTier([layout] * count, folder / "blocks.bin", leaves=leaves)
 
 
 def mapped_kib(path: Path) -> int:
@@ -107,3 +108,78 @@ def test_where_files_cannot_be_lent_copies_are(tmp_path: Path, monkeypatch: pyte
     assert torch.equal(tier.take(1, "weight"), numbers)
     tier.put(1, "weight", copy)
     assert torch.equal(tier.take(1, "weight"), numbers * 2)
+
+
+@linux
+@pytest.mark.parametrize("leaves", [True, False])
+def test_the_processor_computes_with_blocks_where_they_lie(leaves: bool, tmp_path: Path) -> None:
+    """Nothing is copied, so what is changed on the disk is changed; one that is passed leaves where that is wanted."""
+    tier = a_tier(tmp_path, count=5, leaves=leaves)
+    numbers = torch.randn(SHAPE)
+    for block in range(5):
+        tier.put(block, "weight", numbers + block)
+    stream = BlockStream(tier, torch.device("cpu"))
+    there = []
+    for block in range(5):
+        weight = stream.bring(block, "up")["weight"]
+        assert torch.equal(weight, numbers + block)
+        there.append(mapped_kib(tier.path) // (tier.layouts[0].nbytes // 1024))
+
+    assert sum(stream.places.values()) == 2 * tier.layouts[0].nbytes, "as many as two places have"
+    assert weight.untyped_storage().data_ptr() in stream.places
+    tier.put(4, "weight", numbers)
+    assert torch.equal(weight, numbers)
+    assert there[-1] == (2 if leaves else 5)
+    assert stream.traffic.moved_bytes == 5 * tier.layouts[0].nbytes
+    stream.close()
+
+
+@linux
+def test_a_block_that_cannot_be_read_is_an_error_before_it_is_computed_with(tmp_path: Path) -> None:
+    tier = a_tier(tmp_path)
+    os.ftruncate(tier._file.descriptor, tier.layouts[0].nbytes)
+    stream = BlockStream(tier, torch.device("cpu"))
+    stream.bring(0, "up")
+
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        stream.bring(1, "up")
+    stream.close()
+
+
+def test_blocks_that_stay_in_ram_are_not_there_twice() -> None:
+    layout = Layout({"weight": (SHAPE, torch.float32)})
+    tier = RamTier([layout, layout, layout], pinned=False)
+    stream = BlockStream(tier, torch.device("cpu"), resident=[2])
+    for block in range(3):
+        tier.take(block, "weight").fill_(block)
+        stream.forget(block)
+
+    found = [stream.bring(block, "up")["weight"] for block in range(3)]
+    assert [each.data_ptr() for each in found] == [flat.data_ptr() for flat in tier.flats]
+    assert [each.unique().item() for each in found] == [0, 1, 2]
+    stream.close()
+
+
+@linux
+def test_frozen_blocks_are_copied_and_trained_ones_are_not(tmp_path: Path) -> None:
+    tier = a_tier(tmp_path)
+    frozen = FilesTier(tier.layouts, [{"odd": _Source(1.0), "weight": _Source(1.0)}] * 2, tier.layouts)
+    both = FrozenBeforeTrained(frozen, tier, turn=1)
+    stream = BlockStream(both, torch.device("cpu"), turn=1)
+
+    assert bool((stream.bring(0, "up")["weight"] == 1).all())
+    tier.put(1, "weight", torch.full(SHAPE, 5.0))
+    assert bool((stream.bring(1, "up")["weight"] == 5).all())
+    assert stream.bring(1, "up")["weight"].data_ptr() == tier.lend(1, "weight", changes=False).data_ptr()
+    stream.close()
+
+
+class _Source:
+    """Where a tensor of one number comes from."""
+
+    def __init__(self, number: float) -> None:
+        self._number = number
+
+    def read_into(self, into: torch.Tensor) -> int:
+        into.fill_(self._number)
+        return into.nbytes

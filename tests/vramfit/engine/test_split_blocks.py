@@ -141,6 +141,7 @@ def test_blocks_may_go_and_stay_between_steps(tmp_path: Path) -> None:
     assert here.visits.staying_bytes == pytest.approx(whole, rel=0.05)
 
 
+@pytest.mark.usefixtures("copied")
 def test_the_device_never_holds_more_than_the_places(tmp_path: Path) -> None:
     """The closed form knows each place, and none is for a whole block."""
     folder = saved("deepseek_v3", tmp_path / "model", num_hidden_layers=3, **LATENT)

@@ -134,6 +134,16 @@ def test_every_family_streams_to_the_same_bits(family: str, changes: dict[str, A
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("stay", [0, 1, 3, 5])
 def test_any_number_of_blocks_may_stay(method: str, tier: Any, stay: int, tmp_path: Path) -> None:
+    _any_number_of_blocks(method, tier, stay, tmp_path)
+
+
+@pytest.mark.usefixtures("copied")
+@pytest.mark.parametrize(("method", "tier", "stay"), [("lora", "host", 0), ("qlora", "host", 3), ("qlora", "disk", 1)])
+def test_any_number_of_blocks_may_be_copied(method: str, tier: Any, stay: int, tmp_path: Path) -> None:
+    _any_number_of_blocks(method, tier, stay, tmp_path)
+
+
+def _any_number_of_blocks(method: str, tier: Any, stay: int, tmp_path: Path) -> None:
     folder = saved("llama", tmp_path / "model")
     plan = a_plan(method)
 

@@ -94,6 +94,16 @@ def disk(plan: Plan, **changes: Any) -> Plan:
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("stay", [0, 1, 3, 5])
 def test_any_number_of_blocks_may_stay(tier: Any, stay: int, tmp_path: Path) -> None:
+    _any_number_of_blocks(tier, stay, tmp_path)
+
+
+@pytest.mark.usefixtures("copied")
+@pytest.mark.parametrize(("tier", "stay"), [("host", 0), ("host", 3), ("disk", 1), ("disk", 5)])
+def test_any_number_of_blocks_may_be_copied(tier: Any, stay: int, tmp_path: Path) -> None:
+    _any_number_of_blocks(tier, stay, tmp_path)
+
+
+def _any_number_of_blocks(tier: Any, stay: int, tmp_path: Path) -> None:
     folder = saved("llama", tmp_path / "model")
     plan = full_plan()
     streams = disk(plan, weights_tier=tier, optimizer_tier=tier, resident_blocks=stay)
@@ -238,8 +248,13 @@ def test_what_a_step_waits_for_and_writes_is_told(tmp_path: Path) -> None:
     assert waits.disk_seconds > 0 and waits.optimizer_seconds > 0 and waits.link_seconds == 0
 
 
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_blocks_may_come_to_stay_and_leave_between_steps(tier: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", ["host", "disk", "host, copied"])
+def test_blocks_may_come_to_stay_and_leave_between_steps(
+    tier: Any, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    tier, _, copied = tier.partition(", ")
+    if copied:
+        request.getfixturevalue(copied)
     folder = saved("llama", tmp_path / "model")
     plan = full_plan()
     there = resident(folder, plan, tmp_path)
