@@ -171,6 +171,11 @@ ENGLISH: Final[Mapping[str, str]] = {
     "help.needs": "{device} and {ram} of RAM ({way})",
     "help.more_ram": "With {needed} of RAM, of which this machine has {there}, it would fit ({way}).",
     "help.device": "A device with {needed} free would do.",
+    "help.device.ram": "A device with {needed} free would do, and {ram} of RAM.",
+    "help.device.disk": "A device with {needed} free would do, and {disk} of free disk.",
+    "help.device.ram.disk": "A device with {needed} free would do, {ram} of RAM and {disk} of free disk.",
+    "help.host": "A machine with {needed} of RAM free would do.",
+    "help.host.disk": "A machine with {needed} of RAM free would do, and {disk} of free disk.",
     "help.card": "The smallest card that would do is {name} ({size}), with {needs}.",
     "help.designed": "Another way ({way}) would need {device} of the device and {ram} of RAM ({needs}: not in this "
     "version).",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 KIB = 2**10
 MIB = 2**20
 GIB = 2**30
@@ -9,13 +12,27 @@ GIB = 2**30
 
 def format_bytes(size: float) -> str:
     """Bytes as a short text in binary units: `27.4 GiB`, `231 MiB`, `12 KiB`, `0 B`."""
+    return _in_units(size, lambda number: number)
+
+
+def format_needed(size: float) -> str:
+    """Bytes that must be there, rounded up: who has as much as it says has enough."""
+    return _in_units(size, math.ceil)
+
+
+def format_there(size: float) -> str:
+    """Bytes that are there, rounded down."""
+    return _in_units(size, math.floor)
+
+
+def _in_units(size: float, rounded: Callable[[float], float]) -> str:
     magnitude = abs(size)
     if magnitude >= GIB:
-        return f"{size / GIB:.1f} GiB"
+        return f"{rounded(10 * size / GIB) / 10:.1f} GiB"
     if magnitude >= MIB:
-        return f"{size / MIB:.0f} MiB"
+        return f"{rounded(size / MIB):.0f} MiB"
     if magnitude >= KIB:
-        return f"{size / KIB:.0f} KiB"
+        return f"{rounded(size / KIB):.0f} KiB"
     return f"{size:.0f} B"
 
 

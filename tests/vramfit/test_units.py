@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from vramfit.units import GIB, format_bytes, format_count, format_duration, format_percent, format_terabytes
+from vramfit.units import (
+    GIB,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_needed,
+    format_percent,
+    format_terabytes,
+    format_there,
+)
 
 
 @pytest.mark.parametrize(
@@ -60,3 +69,13 @@ def test_shares(share: float, text: str) -> None:
 )
 def test_terabytes(size: float, text: str) -> None:
     assert format_terabytes(size) == text
+
+
+@pytest.mark.parametrize("size", [1, 1023, 1025, 5.2 * 2**20, 2**30 + 1, 12.84 * 2**30, 12.86 * 2**30, 900.01 * 2**30])
+def test_what_is_needed_is_rounded_up_and_what_is_there_down(size: float) -> None:
+    def read(text: str) -> float:
+        number, unit = text.split()
+        return float(number) * {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[unit]
+
+    assert read(format_there(size)) <= size <= read(format_needed(size)) * 1.0000001
+    assert format_needed(12.5 * 2**30) == format_there(12.5 * 2**30) == "12.5 GiB"

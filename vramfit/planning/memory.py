@@ -97,9 +97,11 @@ def estimate_memory(
 
 @dataclass(frozen=True, kw_only=True)
 class LeastMemory:
-    """Bytes below which a plan cannot be: of the device, of RAM beside it, and of disk."""
+    """Bytes below which a plan cannot be: of the device, of RAM beside it, and of disk. `waiting_bytes` of the device
+    are gradients that wait for the step's other micro-batches: none where a step is one."""
 
     device_bytes: int
+    waiting_bytes: int
     host_bytes: int
     disk_bytes: int
 
@@ -113,6 +115,7 @@ def least_memory(
     device = _device_bytes(work.step_phase(), plan, OURS)
     return LeastMemory(
         device_bytes=device,
+        waiting_bytes=int(work.held),
         host_bytes=work.host_bytes(device),
         disk_bytes=work.disk_bytes(checkpoints=checkpoints, merged=merged),
     )

@@ -16,7 +16,7 @@ from vramfit.planning.search import Candidate, Search
 from vramfit.planning.start import USUAL_LENGTH, sequences_of_step
 from vramfit.planning.stored import stored
 from vramfit.sentences import Sentence, say
-from vramfit.units import format_bytes
+from vramfit.units import format_bytes, format_needed, format_there
 
 ASSUMED: Final = "assumed"
 """The setting under which `reasons` gives what was assumed."""
@@ -98,15 +98,15 @@ def _why_not(found: Candidate, chosen: Candidate | None) -> Sentence:
     if found.memory.device_bytes > found.plan.budget_bytes:
         return say(
             "other.device",
-            needed=format_bytes(found.memory.device_bytes),
+            needed=format_needed(found.memory.device_bytes),
             phase=found.memory.peak.name,
-            available=format_bytes(found.plan.budget_bytes),
+            available=format_there(found.plan.budget_bytes),
         )
     if not found.fits_ram:
-        needed, there = format_bytes(found.memory.host_bytes), format_bytes(found.ram_bytes)
+        needed, there = format_needed(found.memory.host_bytes), format_there(found.ram_bytes)
         return say("other.ram", needed=needed, available=there)
     if not found.fits_disk:
-        needed, there = format_bytes(found.memory.disk_bytes), format_bytes(found.disk_bytes)
+        needed, there = format_needed(found.memory.disk_bytes), format_there(found.disk_bytes)
         return say("other.disk", needed=needed, available=there)
     if chosen is None:
         return say("other.fits", size=format_bytes(found.memory.device_bytes))

@@ -13,8 +13,9 @@ from vramfit.hardware.devices import Device
 from vramfit.planning.abilities import missing
 from vramfit.planning.plan import Forecast
 from vramfit.planning.search import Candidate, Search, quickest
+from vramfit.planning.start import memory_for
 from vramfit.sentences import Sentence, say
-from vramfit.units import format_bytes
+from vramfit.units import format_bytes, format_needed, format_there
 
 _SUGGESTED = 3
 _LEAST_LENGTH = 64
@@ -23,7 +24,7 @@ _LEAST_LENGTH = 64
 def helpful(search: Search) -> list[Sentence]:
     """The three nearest changes that would make it fit, as sentences with their need, and a device that would do."""
     here = list(_room_here(search))
-    return [*here, *_helpful_few(search), *_designed(search), *([] if here else [_other_device(search)])]
+    return [*here, *_helpful_few(search), *_designed(search), *([] if here else _other_device(search))]
 
 
 def _helpful_few(search: Search) -> list[Sentence]:
@@ -81,10 +82,10 @@ def _would_need(change: Sentence, found: Candidate) -> Sentence:
 
 
 def _needs(found: Candidate) -> str:
-    needed = format_bytes(found.memory.device_bytes)
+    needed = format_needed(found.memory.device_bytes)
     if found.plan.device == "cpu" or found.family.name == "on the device":
         return needed
-    return say("help.needs", device=needed, ram=format_bytes(found.memory.host_bytes), way=found.family.name)
+    return say("help.needs", device=needed, ram=format_needed(found.memory.host_bytes), way=found.family.name)
 
 
 def _possible(search: Search, *, plainly: bool = False) -> Candidate | None:
@@ -105,7 +106,7 @@ def _more_ram(search: Search) -> Iterator[Sentence]:
     short = [found for found in tried if found.fits_device and found.fits_disk and not found.fits_ram]
     if short:
         least = min(short, key=lambda found: found.memory.host_bytes)
-        needed, there = format_bytes(least.memory.host_bytes), format_bytes(search.machine.ram_bytes)
+        needed, there = format_needed(least.memory.host_bytes), format_there(search.machine.ram_bytes)
         yield say("help.more_ram", needed=needed, there=there, way=least.family.name)
 
 
@@ -157,10 +158,29 @@ def _shorter(length: int) -> Iterator[int]:
         yield length
 
 
-def _other_device(search: Search) -> Sentence:
-    """The smallest card that would do, or what it would have to have."""
-    needed = format_bytes(search.least().memory.device_bytes)
-    return _smallest_card(search) or say("help.device", needed=needed)
+def _other_device(search: Search) -> Iterator[Sentence]:
+    """The smallest card that would do, or what a device would have to have; nothing where this one would do, were it
+    not for a budget that was wished for."""
+    free = _of_any_budget(search.config)
+    if free == search.config or _possible(dataclasses.replace(search, config=free)) is None:
+        yield _smallest_card(search) or _device_that_would_do(search)
+
+
+def _of_any_budget(config: RunConfig) -> RunConfig:
+    return config.model_copy(update={"memory": config.memory.model_copy(update={"budget_gib": "auto"})})
+
+
+def _device_that_would_do(search: Search) -> Sentence:
+    """With what has to be there beside it, for all the run's blocks on it."""
+    least = search.least()
+    memory = least.memory
+    beside = {
+        "ram": "" if least.fits_ram else format_needed(memory.host_bytes),
+        "disk": "" if least.fits_disk else format_needed(memory.disk_bytes),
+    }
+    key = "help.host" if least.plan.device == "cpu" else "help.device"
+    key += "".join(f".{name}" for name, amount in beside.items() if amount)
+    return say(key, needed=format_needed(memory_for(memory.device_bytes, search.device)), **beside)
 
 
 def _designed(search: Search) -> Iterator[Sentence]:
@@ -171,8 +191,8 @@ def _designed(search: Search) -> Iterator[Sentence]:
         yield say(
             "help.designed",
             way=best.family.name,
-            device=format_bytes(best.memory.device_bytes),
-            ram=format_bytes(best.memory.host_bytes),
+            device=format_needed(best.memory.device_bytes),
+            ram=format_needed(best.memory.host_bytes),
             needs=missing(best.plan),
         )
 
@@ -180,8 +200,7 @@ def _designed(search: Search) -> Iterator[Sentence]:
 def _smallest_card(search: Search) -> Sentence | None:
     """The catalogue's card with the least memory on which the wish as it stands fits, with this machine's RAM and
     disk."""
-    wishes = search.config.memory.model_copy(update={"budget_gib": "auto"})
-    config = search.config.model_copy(update={"device": "auto", "memory": wishes})
+    config = _of_any_budget(search.config).model_copy(update={"device": "auto"})
 
     def on(card: Card) -> Candidate | None:
         there = machine_with(card, ram_gib=search.machine.ram_bytes / 2**30)
@@ -227,9 +246,9 @@ def wont_fit(search: Search, forecast: Forecast) -> WontFit:
             "wont.device",
             model=search.architecture.name,
             method=search.config.method,
-            needed=format_bytes(needed),
+            needed=format_needed(needed),
             phase=least.memory.peak.name,
-            available=format_bytes(budget),
+            available=format_there(budget),
             device=device.name,
         ),
         needed_bytes=needed,
@@ -250,9 +269,9 @@ def check_host_and_disk(search: Search, found: Forecast) -> None:
                 "wont.ram",
                 model=architecture.name,
                 method=config.method,
-                needed=format_bytes(needed),
-                there=format_bytes(machine.ram_bytes),
-                free=format_bytes(free),
+                needed=format_needed(needed),
+                there=format_there(machine.ram_bytes),
+                free=format_there(free),
             ),
             needed_bytes=needed,
             available_bytes=machine.ram_bytes,
@@ -269,8 +288,8 @@ def check_host_and_disk(search: Search, found: Forecast) -> None:
                 what=_on_disk(found),
                 model=architecture.name,
                 method=config.method,
-                needed=format_bytes(needed),
-                free=format_bytes(free),
+                needed=format_needed(needed),
+                free=format_there(free),
             ),
             needed_bytes=needed,
             available_bytes=free,
@@ -292,7 +311,7 @@ def _less_disk(search: Search) -> Iterator[Sentence]:
     for changed, words in _saving_less(search.config):
         found = _possible(dataclasses.replace(search, config=changed))
         if found is not None:
-            yield say("help.change", change=words, needs=format_bytes(found.memory.disk_bytes))
+            yield say("help.change", change=words, needs=format_needed(found.memory.disk_bytes))
     yield say("help.space")
 
 

@@ -2,6 +2,7 @@
 
 A family is a way to make a run fit (a low-bit optimizer, states in RAM, streaming, several cards). Inside one, memory
 grows with the micro-batch and falls with every block that is recomputed or streamed, so the best is found by halving.
+One micro-batch for the whole step is apart: no gradient waits for another, which can save more than it costs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from vramfit.config import RunConfig
 from vramfit.hardware.devices import Device, Machine
 from vramfit.models.architecture import Architecture
 from vramfit.planning.abilities import DESIGNED, ENGINE, Abilities, missing
-from vramfit.planning.memory import estimate_memory, least_memory, slot_bytes_of
+from vramfit.planning.memory import LeastMemory, estimate_memory, least_memory, slot_bytes_of
 from vramfit.planning.plan import MemoryEstimate, Plan, SpeedEstimate, Workload
 from vramfit.planning.speed import estimate_speed
 from vramfit.planning.start import Start, checkpoints_at_end, sequences_of_step, start
@@ -28,6 +29,10 @@ from vramfit.planning.wishes import refused
 _MOST_TOKENS_PER_PASS: Final = 2**17
 _NEARLY_AS_FAST: Final = 1.02
 _WORTH_ROUNDING: Final = 1.1
+_WORTH_LOOKING: Final = 0.02
+"""Of the budget: fewer gradients that wait are not looked at."""
+_WITH_HOLES: Final = 1.5
+"""What a byte of gradients that wait costs at most, with what the allocator cannot fill."""
 _CHANGES_BASE: Final = ("pissa", "olora")
 
 FamilyName = Literal[
@@ -218,12 +223,22 @@ class Search:
     def is_hopeless(self, family: Family) -> bool:
         """Whether what lies there at the least is more than device, RAM or disk have: known without walking a block."""
         plan = self._least_plan(family)
-        least = least_memory(self.architecture, plan, self.workload, checkpoints=self.checkpoints, merged=self._merged)
-        machine = self.machine
+        least = self._least_memory(plan)
+        if not self._is_beyond(plan, least):
+            return False
+        if not least.waiting_bytes or least.device_bytes - _WITH_HOLES * least.waiting_bytes > plan.budget_bytes:
+            return True
+        whole = self._least_plan(family, whole_step=True)
+        return self._is_beyond(whole, self._least_memory(whole))
+
+    def _least_memory(self, plan: Plan) -> LeastMemory:
+        return least_memory(self.architecture, plan, self.workload, checkpoints=self.checkpoints, merged=self._merged)
+
+    def _is_beyond(self, plan: Plan, least: LeastMemory) -> bool:
         return (
             least.device_bytes > plan.budget_bytes
-            or (plan.device != "cpu" and least.host_bytes > machine.ram_bytes)
-            or least.disk_bytes > machine.disk_free_bytes
+            or (plan.device != "cpu" and least.host_bytes > self.machine.ram_bytes)
+            or least.disk_bytes > self.machine.disk_free_bytes
         )
 
     @property
@@ -289,14 +304,31 @@ class Search:
         return exact if exact.speed.step_seconds <= _WORTH_ROUNDING * fastest.speed.step_seconds else fastest
 
     def fitting(self, family: Family) -> list[Candidate]:
-        """For each micro-batch size the quickest of `family` that fits it. Larger sizes stop where nothing fits."""
+        """For each micro-batch size the quickest of `family` that fits it. Where one size does not fit larger ones are
+        not tried, but for the whole step at once."""
         found = []
-        for size in self.micro_batches(family):
-            one = self._most_resident(family, size) if family.streams else self._fewest_recomputed(family, size)
+        sizes = self.micro_batches(family)
+        for size in sizes:
+            one = self._quickest_of(family, size)
             if one is None:
                 break
             found.append(one)
+        if len(found) < len(sizes) - 1 and self._gains_by_one_pass(family):
+            whole = self._quickest_of(family, sizes[-1])
+            found += [whole] if whole is not None else []
         return found
+
+    def _quickest_of(self, family: Family, size: int) -> Candidate | None:
+        """Of one micro-batch size, where any fits."""
+        return self._most_resident(family, size) if family.streams else self._fewest_recomputed(family, size)
+
+    def _gains_by_one_pass(self, family: Family) -> bool:
+        """Whether so many gradients wait for the step's other micro-batches that one for all of it may need less."""
+        whole = self._least_plan(family, whole_step=True)
+        if whole.accumulation > 1:
+            return False
+        waiting = self._least_memory(self._least_plan(family)).waiting_bytes
+        return waiting > _WORTH_LOOKING * whole.budget_bytes and not self._is_beyond(whole, self._least_memory(whole))
 
     def _fewest_recomputed(self, family: Family, size: int) -> Candidate | None:
         """Recompute costs time, so as little as fits: none, else what a straight line between too few and enough says,
@@ -349,13 +381,19 @@ class Search:
         return sorted(size for size in even if size <= most)
 
     def least(self, family: Family | None = None) -> Candidate:
-        """What needs the least memory: the smallest micro-batch, all blocks recomputed unless kept by wish."""
+        """What needs the least memory, all blocks recomputed unless kept by wish: by the smallest micro-batch, or where
+        that does not fit perhaps by one for the whole step."""
         chosen = family or self.families[0]
-        return self._candidate_of(chosen, self._least_plan(chosen))
+        small = self._candidate_of(chosen, self._least_plan(chosen))
+        if small.fits or not self._gains_by_one_pass(chosen):
+            return small
+        whole = self._candidate_of(chosen, self._least_plan(chosen, whole_step=True))
+        return whole if whole.fits or whole.memory.device_bytes < small.memory.device_bytes else small
 
-    def _least_plan(self, family: Family) -> Plan:
+    def _least_plan(self, family: Family, *, whole_step: bool = False) -> Plan:
         keep = self.config.memory.activations in ("keep", "compress")
-        return self._plan(family, self.micro_batches(family)[0], recompute=0 if keep else self.trained_layers)
+        size = self.micro_batches(family)[-1 if whole_step else 0]
+        return self._plan(family, size, recompute=0 if keep else self.trained_layers)
 
 
 def _between(short: Candidate, enough: Candidate) -> int:

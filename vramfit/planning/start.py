@@ -145,9 +145,19 @@ def _budget(config: RunConfig, device: Device) -> tuple[int, str]:
 
 def _reserve(device: Device) -> int:
     """RAM is shared with the whole machine; a card with the desktop, whose needs change while a run is on."""
-    if device.kind == "cpu":
-        return int(max(1 * GIB, 0.1 * device.memory_bytes))
-    return int(max(256 * MIB, 0.02 * device.memory_bytes))
+    least, share = _reserved(device)
+    return int(max(least, share * device.memory_bytes))
+
+
+def _reserved(device: Device) -> tuple[int, float]:
+    """(bytes that are kept in any case, share of a device's memory that is kept of a large one)."""
+    return (1 * GIB, 0.1) if device.kind == "cpu" else (256 * MIB, 0.02)
+
+
+def memory_for(budget_bytes: int, device: Device) -> int:
+    """Bytes that a device of this kind must have, all free, to give a run that budget."""
+    least, share = _reserved(device)
+    return max(budget_bytes + least, math.ceil(budget_bytes / (1 - share)) + 1)
 
 
 def _weight_format(config: RunConfig, compute: Precision) -> WeightFormat:
