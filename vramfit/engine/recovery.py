@@ -75,7 +75,8 @@ class Recovery:
     """Does the steps of one model and optimizer, and remembers what memory bears.
 
     `most_rows` go through the model at once (0: not yet known to be limited). `rows_are` is what a row is called.
-    `relieve` makes room in another way when a single row is too much, and says what it did; "" when it cannot.
+    `relieve` makes room in another way when a single row is too much, and says what it did; "" when it cannot. With
+    `relieves_first` it is asked before rows are halved.
     `budget_bytes` is what the run may use (0: nobody said; then what the device has).
     """
 
@@ -92,6 +93,7 @@ class Recovery:
         self.optimizer, self.device, self.rows_are, self.budget_bytes = optimizer, device, rows_are, budget_bytes
         self.most_rows = 0
         self.relieve: Callable[[], str] = lambda: ""
+        self.relieves_first = False
         self._scaler = scaler
         self._model, self._buffers = model, _Buffers(model)
 
@@ -168,7 +170,7 @@ class Recovery:
                 repeated_finish = True
                 story.add("in the optimizer's step", "", began)
                 continue
-            how = self.relieve() if size == 1 else ""
+            how = self.relieve() if size == 1 or self.relieves_first else ""
             story.add(f"with {size} {self.rows_are} at a time", how or self.shrink(size, failure, largest), began)
 
     def shrink(self, size: int, failure: str, largest: str = "a single row") -> str:

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,8 @@ from vramfit.planning.plan import Plan
 MODEL, OPTIMIZER, RANDOM = "model.", "optimizer.", "random."
 """What a checkpoint's tensors are called, before their own names."""
 _PLAIN_LOSS = LossChoice()
+_MUCH: Final = 0.1
+"""Of the budget: gradients of more may be more than what half a micro-batch frees."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,6 +290,13 @@ class ResidentExecutor:
         """Let it change how activations are held, between steps and when memory runs out inside one."""
         self.governor = governor
         self.recovery.relieve = governor.relieve
+        self.recovery.relieves_first = self._would_wait()
+
+    def _would_wait(self) -> bool:
+        """Whether a step is one pass, and so many gradients would wait for the other half of it that halving it may
+        need more memory."""
+        gradients = sum(value.nbytes for value in self._trained.values())
+        return self.plan.accumulation == 1 and gradients > _MUCH * self.plan.budget_bytes > 0
 
     def reading(self) -> Reading:
         """Memory around the last step: its peaks (as `memory`, which it stands for), what lies there between steps."""

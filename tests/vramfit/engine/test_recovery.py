@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.vramfit.engine.pseudo_card import PseudoCard
 from vramfit.config import ScheduleChoice
+from vramfit.engine.governor import build_governor
 from vramfit.engine.optimizers import build_optimizer
 from vramfit.engine.recovery import Recovery, asked_bytes, halves, is_out_of_memory
 from vramfit.engine.resident import ResidentExecutor
@@ -158,6 +159,26 @@ def test_a_smaller_split_gives_the_same_gradient(tiny, point):
     found = trained(tiny, executor, card=PseudoCard(failing=(point,)))
     assert executor.recovery.most_rows == 2
     assert found.losses == pytest.approx(wanted.losses, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("budget", "accumulation", "recomputes"), [(2**20, 1, True), (2**20, 2, False), (2**30, 1, False)]
+)
+def test_a_step_in_one_pass_is_not_halved_where_its_gradients_would_wait(tiny, budget, accumulation, recomputes):
+    """Half a micro-batch's activations may be less than the gradients of all weights: blocks are recomputed first."""
+    batches = [tiny.pad(tiny.sequences(*LENGTHS)), tiny.pad(tiny.sequences(8, 12, 3, seed=1))][:accumulation]
+    wanted = executor_of(tiny, dropout=0.0, accumulation=accumulation).step(batches, 1e-2)
+    executor = executor_of(tiny, dropout=0.0, accumulation=accumulation, budget_bytes=budget)
+    executor.govern(
+        build_governor(["keep"] * 2, device=executor.device, apply=executor.set_activations, budget_bytes=budget)
+    )
+    with PseudoCard(failing=(60,)):
+        found = executor.step(batches, 1e-2)
+
+    assert executor.governor.modes == ["recompute" if recomputes else "keep"] * 2
+    assert executor.recovery.most_rows == (0 if recomputes else 2)
+    assert found.recovered
+    assert found.loss == (wanted.loss if recomputes else pytest.approx(wanted.loss, rel=1e-6))
 
 
 def test_a_budget_ends_in_the_largest_split_that_fits(tiny):
