@@ -39,9 +39,9 @@ from vramfit.models.quantised import (
 from vramfit.models.random_start import random_sources
 from vramfit.models.stored import StoredTensor
 from vramfit.models.weight_sources import Source, weight_sources
-from vramfit.planning.memory import head_visits
 from vramfit.planning.plan import Plan
 from vramfit.planning.slots import together
+from vramfit.planning.standing import head_visits
 from vramfit.planning.stored import QUANTISED
 
 _FORMATS: Final = ("fp32", "bf16", "fp16", *PACKED)

@@ -19,9 +19,10 @@ from vramfit.config import RunConfig
 from vramfit.hardware.devices import Device, Machine
 from vramfit.models.architecture import Architecture
 from vramfit.planning.abilities import DESIGNED, ENGINE, Abilities, missing
-from vramfit.planning.memory import LeastMemory, estimate_memory, least_memory, slot_bytes_of
+from vramfit.planning.memory import LeastMemory, estimate_memory, least_memory
 from vramfit.planning.plan import MemoryEstimate, Plan, SpeedEstimate, Workload
 from vramfit.planning.speed import estimate_speed
+from vramfit.planning.standing import slot_bytes_of
 from vramfit.planning.start import Start, checkpoints_at_end, sequences_of_step, start
 from vramfit.planning.stored import stored
 from vramfit.planning.wishes import refused

@@ -29,7 +29,7 @@ from typing import Final
 from vramfit.hardware.devices import Device
 from vramfit.models.architecture import Architecture
 from vramfit.planning.block import Formats
-from vramfit.planning.memory import formats_of
+from vramfit.planning.formats import formats_of
 from vramfit.planning.operations import BlockWork, block_work
 from vramfit.planning.plan import Plan, SpeedEstimate, Workload
 from vramfit.planning.program import OURS, Program

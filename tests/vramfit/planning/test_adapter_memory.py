@@ -9,7 +9,8 @@ import pytest
 
 from tests.vramfit.models.tiny_families import TINY, tiny_config
 from vramfit.models.architecture import from_config
-from vramfit.planning.memory import estimate_memory, formats_of
+from vramfit.planning.formats import formats_of
+from vramfit.planning.memory import estimate_memory
 from vramfit.planning.operations import block_work
 from vramfit.planning.plan import Plan, Workload
 from vramfit.planning.program import OURS

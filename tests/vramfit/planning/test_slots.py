@@ -15,12 +15,13 @@ from vramfit.hardware.devices import Device
 from vramfit.models import catalogue
 from vramfit.models.architecture import Architecture
 from vramfit.planning.abilities import ENGINE
-from vramfit.planning.memory import STREAM_SLOTS, Work
+from vramfit.planning.memory import Work
 from vramfit.planning.plan import Plan, Workload
 from vramfit.planning.program import OURS
 from vramfit.planning.search import Candidate, Search
 from vramfit.planning.slots import slot_bytes, split_block, together
 from vramfit.planning.speed import estimate_speed
+from vramfit.planning.standing import STREAM_SLOTS
 from vramfit.planning.stored import stored
 from vramfit.units import GIB, MIB
 
