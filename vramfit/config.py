@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, get_args, get_origin
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -31,6 +32,19 @@ STARTER_STORIES = "starter:stories"
 STARTER_QUESTIONS = "starter:questions"
 
 
+_MOST_NUMBERED: Final = 1_000_000
+"""No choice is a number as large as this, and Python writes out no number of more than 4,300 digits."""
+
+
+@cache
+def _choices(annotation: Any) -> frozenset[Any]:
+    """The words of a field's Literal, also of one inside a union."""
+    found = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return frozenset(found)
+    return frozenset(choice for part in found for choice in _choices(part))
+
+
 class Part(BaseModel):
     """A section of the config: frozen, no unknown fields, no NaN or infinity."""
 
@@ -43,6 +57,15 @@ class Part(BaseModel):
         if isinstance(value, bool) and "bool" not in str(cls.model_fields[info.field_name or ""].annotation):
             raise ValueError("this setting is not a yes-or-no one")
         return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _choice_as_text(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML and JSON read the choice 8 as a number and YAML the choice off as false; the choices are texts."""
+        if not isinstance(value, int):
+            return value
+        word = "off" if value is False else str(value) if abs(value) < _MOST_NUMBERED else ""
+        return word if word in _choices(cls.model_fields[info.field_name or ""].annotation) else value
 
 
 class ModelChoice(Part):

@@ -94,9 +94,24 @@ def test_a_config_file_and_flags_on_top_of_it(tmp_path: Path, capsys: pytest.Cap
     assert answer(capsys, "estimate", str(file), "--device", "cpu", "--max-steps", "40")["steps"] == 40
 
 
+@pytest.mark.parametrize("method", ["pretrain", "full", "lora", "qlora"])
+def test_a_method_set_by_its_dotted_name_is_the_method(capsys: pytest.CaptureFixture[str], method: str) -> None:
+    small = ("--model", "Qwen/Qwen3-0.6B", "--card", "RTX 4090")
+    assert answer(capsys, "estimate", *small, "--set", f"method={method}")["plan"]["method"] == method
+    assert answer(capsys, "estimate", *small)["plan"]["method"] == "lora"
+
+
+def test_a_choice_of_digits_may_be_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    values = answer(capsys, "estimate", *LLAMA_ON_4090, "--set", "memory.optimizer_bits=8")
+    assert values["plan"]["optimizer_bits"] == 8
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (("estimate", "--model", "Qwen/Qwen3-0.6B", "--set", "method=best"), "method is 'best'"),
+        (("estimate", "--model", "Qwen/Qwen3-0.6B", "--set", "method.x=1"), "method is {'x': 1}"),
+        (("estimate", "--set", "memory.optimizer_bits=16"), "memory.optimizer_bits is 16"),
         (("estimate", "--card", "GTX 9999"), "GTX 9999"),
         (("estimate", "--model", "nobody/nothing-7b"), "nobody/nothing-7b"),
         (("estimate", "--max-length", "many"), "data.max_length"),

@@ -223,3 +223,11 @@ def test_what_is_no_config_at_all_is_the_defaults_and_told(written: str) -> None
 def test_what_this_version_wrote_is_read_as_it_is() -> None:
     config = RunConfig(name="mine", method="full", model={"source": "a-model"})
     assert RunConfig.from_stored(config.to_json()) == (config, None)
+
+
+def test_a_choice_that_looks_like_a_number_or_a_no_is_the_choice() -> None:
+    parsed = RunConfig.parse({"memory": {"optimizer_bits": 8, "compile": False}}).memory
+    assert (parsed.optimizer_bits, parsed.compile) == ("8", "off")
+    for values in ({"optimizer_bits": 7}, {"optimizer_bits": 10**5000}, {"compile": True}, {"micro_batch": False}):
+        with pytest.raises(ConfigError, match=f"memory.{next(iter(values))}"):
+            RunConfig.parse({"memory": values})

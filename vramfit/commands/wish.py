@@ -93,8 +93,8 @@ def config_from(options: argparse.Namespace) -> RunConfig:
         _put(values, "data.paths", list(options.data))
     for assignment in options.set:
         _put(values, *_assigned(assignment))
-    if options.model and options.model != "starter" and not options.method and "method" not in base.model_fields_set:
-        values["method"] = "lora"
+    if options.model and options.model != STARTER_MODEL:
+        values.setdefault("method", "lora")
     return RunConfig.parse(values)
 
 
