@@ -20,6 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from vramfit.data.conversations import Example
+from vramfit.json_text import load_json
 
 KEPT_ENTRIES: Final = 20
 _FOLDER: Final = "tokenised"
@@ -103,7 +104,7 @@ def load(folder: Path, key: str) -> tuple[list[list[Example]], dict[str, Any]] |
     from disk, not read."""
     entry = folder / _FOLDER / key
     try:
-        values = json.loads((entry / "facts.json").read_text(encoding="utf-8"))
+        values = load_json((entry / "facts.json").read_text(encoding="utf-8"))
         arrays = {name: np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS}
         groups = _grouped(_examples({name: np.asarray(array) for name, array in arrays.items()}), values["groups"])
         os.utime(entry)

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from vramfit.json_text import load_json
 from vramfit.models.architecture import Architecture
 from vramfit.planning.plan import Plan
 
@@ -87,11 +88,11 @@ class MemoryLimits:
 
     def _read(self) -> dict[str, tuple[Limit, int]]:
         try:
-            values = json.loads(self._path.read_text(encoding="utf-8"))
+            values = load_json(self._path.read_text(encoding="utf-8"))
             if values["version"] != VERSION:
                 return {}
             return {str(kind): _entry(entry) for kind, entry in values["limits"].items()}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
             return {}
 
 

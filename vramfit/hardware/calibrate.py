@@ -25,6 +25,7 @@ from typing import Any, Final
 
 from vramfit.errors import HardwareError
 from vramfit.hardware.devices import Device, ProductRate, TorchBuild, torch_build
+from vramfit.json_text import load_json
 from vramfit.sentences import say
 
 log = logging.getLogger(__name__)
@@ -235,7 +236,7 @@ def saved(device: Device, data_dir: Path) -> Calibration | None:
 
 def _all(data_dir: Path) -> dict[str, Any]:
     try:
-        values = json.loads(kept_in(data_dir).read_text(encoding="utf-8"))
+        values = load_json(kept_in(data_dir).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}

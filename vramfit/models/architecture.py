@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -394,6 +394,7 @@ def from_config(values: Mapping[str, Any], name: str) -> Architecture:
     if nested:
         _refuse_untrainable(values, name)
     model_type = values.get("model_type")
+    values = _with_falcon_keys(values) if model_type in _REFINED_WEB else values
     family_name = families.ALIASES.get(str(model_type), str(model_type))
     if family_name not in families.FAMILIES:
         raise _unknown_family(model_type, name)
@@ -436,8 +437,7 @@ def _refuse_untrainable(values: Mapping[str, Any], name: str) -> None:
     if method is None:
         return
     raise ModelError(
-        f"{name} is stored quantised with {method.upper()}: numbers of so few bits have no gradient, so they cannot be "
-        "trained",
+        f"{name} is stored quantised with {method}: numbers of so few bits have no gradient, so they cannot be trained",
         "Choose a 16-bit copy of the model; for little memory choose the method qlora, which quantises it itself.",
     )
 
@@ -445,10 +445,38 @@ def _refuse_untrainable(values: Mapping[str, Any], name: str) -> None:
 def _quantised_with(values: Mapping[str, Any]) -> str | None:
     """How weights are stored that cannot be trained on; bitsandbytes' can."""
     quantization = values.get("quantization_config")
-    if not isinstance(quantization, Mapping):
+    if not isinstance(quantization, Mapping) or not is_quantised(values):
         return None
-    method = str(quantization.get("quant_method", "unknown")).lower()
-    return None if method == "bitsandbytes" else method
+    method = quantization.get("quant_method")
+    if method is None:
+        return None if any(quantization.get(key) for key in _LOADS_BITS) else "a method it does not name"
+    return None if str(method).lower() == "bitsandbytes" else str(method).upper()
+
+
+_LOADS_BITS: Final = ("load_in_4bit", "load_in_8bit")
+"""What bitsandbytes' own settings say, also where the method is not named."""
+
+
+def is_quantised(values: Mapping[str, Any]) -> bool:
+    """Whether a config.json says that weights are stored in few bits: nothing named and no bits means no."""
+    quantization = values.get("quantization_config")
+    if not isinstance(quantization, Mapping):
+        return False
+    return any(quantization.get(key) for key in ("quant_method", "bits", "w_bit", *_LOADS_BITS))
+
+
+_REFINED_WEB: Final = ("RefinedWeb", "RefinedWebModel")
+_REFINED_WEB_KEYS: Final = {
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_head_kv": "num_kv_heads",
+}
+
+
+def _with_falcon_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Falcon's first files, from before `transformers` had the family, as it writes them. RefinedWeb is the 40B's."""
+    given = {_REFINED_WEB_KEYS[key]: value for key, value in values.items() if key in _REFINED_WEB_KEYS}
+    return {"new_decoder_architecture": values["model_type"] == "RefinedWeb", **given, **values}
 
 
 def _unknown_family(model_type: object, name: str) -> ModelError:
@@ -566,10 +594,10 @@ class _Reader:
         return found
 
     def _whole(self, key: str, value: Any, *, zero: bool = False) -> int:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
             raise self.wrong(key, f"is {tidy(value)}, not a number")
         most = MOST_LAYERS if key == self.key("layers") else MOST
-        if value != int(value) or not (0 if zero else 1) <= value <= most:
+        if not (0 if zero else 1) <= value <= most or value != int(value):
             least = "a whole number from 0" if zero else "a whole number above 0"
             raise self.wrong(key, f"is {tidy(value)}, and it must be {least}, at most {most:,}")
         return int(value)
@@ -610,7 +638,7 @@ class _Reader:
         value = self.value(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
             raise self.wrong(key, f"is {tidy(value)}, and it must be a number above 0, or null")
         return float(value)
 

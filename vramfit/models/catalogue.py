@@ -13,6 +13,7 @@ from typing import Any
 
 from vramfit.config import STARTER_MODEL, ModelChoice
 from vramfit.errors import ModelError
+from vramfit.json_text import JsonProblem, load_json
 from vramfit.models.architecture import Architecture, Experts, LatentAttention, from_config, is_described
 from vramfit.models.counted import counted_architecture
 from vramfit.places import is_file, is_folder, typed_path
@@ -69,7 +70,7 @@ def _of_folder(folder: Path) -> Architecture:
     try:
         if path.exists() and not is_file(path):  # reading a pipe would wait for ever
             raise ModelError(f"{path} is not a file", "Give a model's folder in Hugging Face format.")
-        values = json.loads(path.read_text(encoding="utf-8-sig"))
+        values = load_json(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         if (folder / "adapter_config.json").is_file():
             raise ModelError(
@@ -83,12 +84,8 @@ def _of_folder(folder: Path) -> Architecture:
         raise ModelError(f"{path} cannot be read: {error.strerror}", "Check the folder's permissions.") from None
     except UnicodeDecodeError:
         raise ModelError(f"{path} is not UTF-8 text", "Download the model's folder again.") from None
-    except json.JSONDecodeError as error:
-        raise ModelError(
-            f"{path} is not JSON: line {error.lineno}, column {error.colno}", "Download the model's folder again."
-        ) from None
-    except RecursionError:
-        raise ModelError(f"{path} is nested too deeply", "Download the model's folder again.") from None
+    except JsonProblem as error:
+        raise ModelError(f"{path} {error}", "Download the model's folder again.") from None
     name = folder.name or str(folder)
     return architecture_in(values, name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -60,8 +61,17 @@ def tidy(value: object) -> str:
     """A value of a config.json as a message shows it: as JSON has it, and not too long."""
     if isinstance(value, str):
         text = repr(value)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        text = _number(value)
     elif value is None or isinstance(value, bool):
         text = json.dumps(value)
     else:
-        text = str(value) if not isinstance(value, int) or abs(value) < 10**20 else f"{value:.3g}"
+        text = reprlib.repr(value)  # bounded: lists may be long, deep, and hold numbers of any length
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _number(value: int) -> str:
+    """All digits of one that a person would read, else its size: Python has no float of more than 308 digits."""
+    if abs(value) < 10**20:
+        return str(value)
+    return f"{value:.3g}" if abs(value) < 10**300 else "a number of more than 300 digits"

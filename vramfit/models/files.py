@@ -6,12 +6,12 @@ model.safetensors.index.json names.
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 from vramfit.errors import ModelError
+from vramfit.json_text import load_json
 from vramfit.units import format_bytes
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
@@ -48,8 +48,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise _no_config(folder)
     try:
-        values = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError):
+        values = load_json(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError):
         raise ModelError(f"{path} cannot be read as JSON", _DOWNLOAD_AGAIN) from None
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise ModelError(f"{path} does not say which model_type it is of", _DOWNLOAD_AGAIN)
@@ -62,7 +62,7 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            names = sorted(set(load_json(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise ModelError(f"{index} cannot be read as an index of weights", _DOWNLOAD_AGAIN) from None
         missing = [name for name in names if not (folder / name).is_file()]
@@ -111,11 +111,11 @@ def check_safetensors(path: Path) -> dict[str, list[int]]:
             )
         file.seek(8)
         try:
-            header = json.loads(file.read(length))
+            header = load_json(file.read(length))
             header.pop("__metadata__", None)
             spans = {name: _span(entry["data_offsets"]) for name, entry in header.items()}
             shapes = {name: [int(size) for size in entry["shape"]] for name, entry in header.items()}
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError):  # the last: of infinity
             raise ModelError(f"{path} is not a safetensors file: its header is damaged", _DOWNLOAD_AGAIN) from None
     wanted = 8 + length + max((end for _, end in spans.values()), default=0)
     if size != wanted:
@@ -136,7 +136,7 @@ def check_safetensors(path: Path) -> dict[str, list[int]]:
 def _span(offsets: Any) -> tuple[int, int]:
     """Where a tensor begins and ends, counted from the end of the header. Raises ValueError for what cannot be."""
     start, end = offsets
-    if not (type(start) is int and type(end) is int and 0 <= start <= end):
+    if not (type(start) is int and type(end) is int and 0 <= start <= end < 2**63):
         raise ValueError(offsets)
     return start, end
 

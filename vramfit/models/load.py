@@ -20,7 +20,7 @@ from vramfit.engine.nf4 import BLOCK
 from vramfit.engine.packed import PackedLinear
 from vramfit.engine.precision import DTYPES
 from vramfit.errors import ModelError
-from vramfit.models.architecture import Architecture
+from vramfit.models.architecture import Architecture, is_quantised
 from vramfit.models.attention import implementation
 from vramfit.models.catalogue import architecture_in, architecture_of, may_be_hub_id
 from vramfit.models.files import check_folder, read_config, weight_files
@@ -106,7 +106,7 @@ def check_weights(config: RunConfig) -> None:
             f"{folder} is stored in 8 bits, which VRAMFit does not train on",
             "Choose the original 16-bit model; the method qlora stores it in 4 bits itself.",
         )
-    if stored and config.method != "qlora":
+    if is_quantised(values) and config.method != "qlora":
         raise ModelError(
             f"{folder} is stored quantised, and {config.method!r} needs the weights as numbers",
             "Choose the original 16-bit model, or the method qlora.",

@@ -18,6 +18,7 @@ from vramfit.engine.activations import find_blocks
 from vramfit.engine.grouped import modules_of_experts, pack_experts
 from vramfit.engine.packed import PackedFormat, PackedLinear, packed_weights
 from vramfit.engine.precision import DTYPES
+from vramfit.models.architecture import is_quantised
 from vramfit.models.attention import implementation
 from vramfit.models.files import check_folder, read_config
 from vramfit.models.hollow import hollow, hollow_model
@@ -135,7 +136,7 @@ def _name_of(model: nn.Module, parameter: nn.Parameter) -> str:
 
 def is_stored_quantised(model: ModelChoice) -> bool:
     """Whether the model's files have few bits already. Raises ModelError."""
-    return "quantization_config" in read_config(folder_of(model))
+    return is_quantised(read_config(folder_of(model)))
 
 
 def folder_of(model: ModelChoice) -> Path:

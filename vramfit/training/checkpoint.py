@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from vramfit.errors import CheckpointError, ModelError, OutOfDisk, Unwritable
 from vramfit.faults import reach
+from vramfit.json_text import load_json
 from vramfit.models.files import check_safetensors
 from vramfit.places import NO_ROOM, UNWRITABLE, cure_of
 from vramfit.sentences import say
@@ -129,7 +130,7 @@ def peek(root: Path) -> dict[str, Any]:
     before it is loaded. {} where there is none, or it cannot be read."""
     for _, path in reversed(_complete(root) if root.is_dir() else []):
         try:
-            values = json.loads(_text(path / VALUES, most=_VALUES_BYTES))
+            values = load_json(_text(path / VALUES, most=_VALUES_BYTES))
         except (OSError, ValueError, CheckpointError):
             continue
         return values if isinstance(values, dict) else {}
@@ -212,7 +213,7 @@ def _verify(folder: Path, *, step: int) -> dict[str, Any]:
     """
     try:
         _check_files(folder)
-        manifest = json.loads(_text(folder / MANIFEST, most=_MANIFEST_BYTES))
+        manifest = load_json(_text(folder / MANIFEST, most=_MANIFEST_BYTES))
         if manifest.get("format") != FORMAT:
             raise CheckpointError(f"{folder.name} has format {manifest.get('format')!r}, this version reads {FORMAT!r}")
         if manifest["step"] != step:
@@ -224,7 +225,7 @@ def _verify(folder: Path, *, step: int) -> dict[str, Any]:
             if manifest["files"][name] != _fingerprint(folder / name):
                 raise CheckpointError(f"{folder.name}/{name} does not match its manifest")
         check_safetensors(folder / TENSORS)
-        values = json.loads((folder / VALUES).read_text(encoding="utf-8"))
+        values = load_json((folder / VALUES).read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder.name} cannot be read ({type(error).__name__})") from error
     except ModelError as error:

@@ -155,5 +155,5 @@ def _remembered(folder: Path, kind: str) -> Trial | None:
         before, after = values["launches"]
         seconds = {name: float(values[name]) for name in ("eager_s", "compiled_s", "first_s")}
         return Trial(launches=(int(before), int(after)), **seconds)
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, OverflowError):
         return None

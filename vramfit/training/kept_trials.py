@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from vramfit.json_text import load_json
+
 
 def remembered(place: Path, kind: str) -> Any:
     """What was kept under `kind`; None when nothing was, or it cannot be read."""
@@ -25,7 +27,7 @@ def remember(place: Path, kind: str, found: dict[str, Any]) -> None:
 
 def _all(place: Path) -> dict[str, Any]:
     try:
-        values = json.loads(place.read_text(encoding="utf-8"))
+        values = load_json(place.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -99,6 +99,6 @@ def _seconds(executor: ResidentExecutor, batches: Sequence[Batch]) -> float:
 def _seconds_of(known: Any, most: int) -> dict[int, float] | None:
     try:
         seconds = {int(rows): float(took) for rows, took in known.items()}
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError, OverflowError):
         return None
     return seconds if list(seconds) == candidates(most) else None

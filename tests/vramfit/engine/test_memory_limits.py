@@ -51,6 +51,9 @@ def test_an_old_limit_is_forgotten(tmp_path):
         '{"version": 1, "limits": {"kind": {"rows": 0, "bytes": 1, "time": 1, "ended_run": false, "recomputed": 0}}}',
         '{"version": 1, "limits": {"kind": 3}}',
         '{"version": 1, "limits": []}',
+        '{"version": 1, "limits": {"kind": {"rows": 1e999, "bytes": 1, "time": 1, "ended_run": 0, "recomputed": 0}}}',
+        "[" * 20_000,
+        "9" * 5000,
     ],
 )
 def test_a_bad_file_is_an_empty_one_and_is_replaced(tmp_path, text):

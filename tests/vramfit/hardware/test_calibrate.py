@@ -111,7 +111,7 @@ def test_rates_that_could_not_be_measured_stay(tmp_path: Path) -> None:
     assert found.memory_bandwidth == 3e9
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"x": 1}'])
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"x": 1}', "[" * 20_000, "9" * 5000])
 def test_a_damaged_file_is_as_none(tmp_path: Path, text: str) -> None:
     kept_in(tmp_path).parent.mkdir(parents=True)
     kept_in(tmp_path).write_text(text.replace("x", key(CPU)), encoding="utf-8")

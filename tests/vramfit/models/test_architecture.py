@@ -11,7 +11,7 @@ import pytest
 from tests.vramfit.models.tiny_families import ONLY_COUNTED, TINY, tiny_config, tiny_ids
 from vramfit.errors import ModelError
 from vramfit.models import catalogue, families
-from vramfit.models.architecture import from_config
+from vramfit.models.architecture import from_config, is_quantised
 
 LLAMA = {
     "model_type": "llama",
@@ -96,7 +96,14 @@ def test_a_multimodal_config_is_read_by_its_text_part() -> None:
         ({"model_type": "roberta"}, "an encoder"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised with GPTQ"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised with AWQ"),
-        ({"hidden_size": 10**20}, "hidden_size is"),
+        ({"quantization_config": {"bits": 4, "group_size": 128}}, "quantised with a method it does not name"),
+        ({"hidden_size": 10**20}, "hidden_size is 1e+20, and it must be a whole number above 0, at most 2,147,483,648"),
+        ({"hidden_size": 10**400}, "hidden_size is a number of more than 300 digits, and it must be a whole number"),
+        ({"hidden_size": -(10**400)}, "hidden_size is a number of more than 300 digits"),
+        ({"vocab_size": float("inf")}, "vocab_size is inf, and it must be a whole number"),
+        ({"final_logit_softcapping": 10**400}, "final_logit_softcapping is a number of more than 300 digits"),
+        ({"attention_dropout": 0, "hidden_dropout": 10**400}, "hidden_dropout is a number of more than 300 digits"),
+        ({"attention_bias": [10**400] * 99}, "attention_bias is ["),
     ],
 )
 def test_a_wrong_config_is_refused_with_the_field(changes: dict[str, Any], says: str) -> None:
@@ -106,6 +113,41 @@ def test_a_wrong_config_is_refused_with_the_field(changes: dict[str, Any], says:
     assert says in str(raised.value)
     assert "my-model" in str(raised.value)
     assert raised.value.remedy
+
+
+@pytest.mark.parametrize("stored", [{}, None, {"quant_method": None}, {"load_in_4bit": False, "load_in_8bit": False}])
+def test_a_quantization_that_says_nothing_is_none(stored: object) -> None:
+    values = {**LLAMA, "quantization_config": stored}
+    assert from_config(values, "m") == from_config(LLAMA, "m")
+    assert not is_quantised(values)
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        {"load_in_8bit": True, "quant_method": None},
+        {"quant_method": "bitsandbytes"},
+    ],
+)
+def test_bits_of_bitsandbytes_can_be_trained_on(stored: object) -> None:
+    values = {**LLAMA, "quantization_config": stored}
+    assert from_config(values, "m") == from_config(LLAMA, "m")
+    assert is_quantised(values)
+
+
+def test_falcon_s_first_files_are_falcon_s() -> None:
+    sizes = {"hidden_size": 64, "vocab_size": 99, "bias": False, "alibi": False, "parallel_attn": True}
+    old = {**sizes, "n_layer": 2, "n_head": 8}
+    new = {**sizes, "num_hidden_layers": 2, "num_attention_heads": 8, "model_type": "falcon"}
+
+    grouped = from_config({**old, "model_type": "RefinedWeb", "n_head_kv": 2}, "m")
+    assert grouped == from_config({**new, "new_decoder_architecture": True, "num_kv_heads": 2}, "m")
+    assert (grouped.kv_heads, grouped.norms_per_layer) == (2, 2)
+    single = from_config({**old, "model_type": "RefinedWebModel", "multi_query": True}, "m")
+    assert single == from_config({**new, "multi_query": True}, "m")
+    assert single.kv_heads == 1
+    assert from_config({**old, "model_type": "RefinedWebModel", "multi_query": False}, "m").kv_heads == 8
 
 
 @pytest.mark.parametrize("family", sorted(families.FOUR_TIMES_WIDE))

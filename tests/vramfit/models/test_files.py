@@ -38,6 +38,9 @@ def test_a_sharded_folder_is_good_and_a_missing_shard_is_named(small, tmp_path):
     [
         ("config.json", "", "config.json cannot be read as JSON"),
         ("config.json", "[1]", "model_type"),
+        ("config.json", "9" * 5000, "config.json cannot be read as JSON"),
+        ("model.safetensors.index.json", "[" * 20_000, "index of weights"),
+        ("model.safetensors.index.json", "9" * 5000, "index of weights"),
         ("config.json", '{"model_type": 5}', "model_type"),
         ("model.safetensors", POINTER, "Git LFS pointer"),
         ("model.safetensors", "", "0 bytes"),
