@@ -37,7 +37,7 @@ _EDITABLE: Final = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that only --cost reads."""
     usual = " against ".join(f"{count} x {name}" for name, count in COMPARED)
-    parser.add_argument("--tokens", default=USUAL_TOKENS, help=f"for --cost: 250M, 1.5B, 1e9 (default {USUAL_TOKENS})")
+    parser.add_argument("--tokens", help=f"for --cost: 250M, 1.5B, 1e9 (default {USUAL_TOKENS})")
     parser.add_argument(
         "--setup",
         action="append",
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def show(options: argparse.Namespace, models: Sequence[Architecture]) -> None:
     """Print every model's costs as a table or JSON. Raises UserError."""
-    tokens = _tokens(options.tokens)
+    tokens = _tokens(USUAL_TOKENS if options.tokens is None else options.tokens)
     setups = [_setup(text) for text in options.setup or [f"{count} x {name}" for name, count in COMPARED]]
     if len(setups) > 10:
         raise _wrong("--setup", f"There are {len(setups)} setups, at most 10 can be compared", "Leave some out.")

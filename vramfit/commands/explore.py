@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 from vramfit.commands import cost, wish
 from vramfit.config import RunConfig
@@ -20,13 +20,27 @@ from vramfit.planning.explore import METHODS, Outcome, across_cards, heat_map, o
 from vramfit.planning.presets import GOALS, LADDER, Preset, preset
 from vramfit.units import format_bytes, format_count, format_duration
 
+_METHOD: Final = "lora"
+_LENGTH: Final = 2048
+
+_MACHINE: Final = frozenset({"card", "cards", "ram_gib"})
+_READS: Final[Mapping[str, frozenset[str]]] = {
+    "across": frozenset({"model", "method", "length"}),
+    "lengths": _MACHINE | {"model", "method"},
+    "presets": _MACHINE,
+    "cost": frozenset({"model", "method", "length", "tokens", "setup"}),
+    "": _MACHINE | {"model", "length"},
+}
+"""What each look reads; "" is the table of all methods, when no look is named."""
+_ALL_FLAGS: Final = ("card", "cards", "ram_gib", "model", "method", "length", "tokens", "setup")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """A machine, and what to look at: the heat map of the ladder's models when nothing else is said."""
     wish.add_machine_arguments(parser)
     parser.add_argument("--model", action="append", help="a model id, a folder or starter; may be given several times")
-    parser.add_argument("--method", choices=METHODS, default="lora", help="for --across and --lengths")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--method", choices=METHODS, help=f"for --across, --lengths and --cost (default {_METHOD})")
+    parser.add_argument("--length", type=int, help=f"tokens of a sequence (default {_LENGTH})")
     look = parser.add_mutually_exclusive_group()
     look.add_argument("--across", action="store_true", help="the model on every card of the catalogue")
     look.add_argument("--lengths", action="store_true", help="memory and speed of the model as sequences grow")
@@ -38,12 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print what was asked for as a table or JSON. Raises UserError."""
+    _refuse_foreign(options)
+    options.method = options.method or _METHOD
+    options.length = _LENGTH if options.length is None else options.length
     wish.check_length(options.length)
     if options.presets:
         _show_presets(wish.machine_from(options), as_json=options.json)
         return
     if options.cost:
-        _refuse_machine(options)
         cost.show(options, _models(options.model or [cost.FIRST_MODEL]))
         return
     models = _models(options.model)
@@ -84,12 +100,29 @@ def _speed(one: Outcome) -> str:
     return "" if one.verdict == "no" else f"{format_count(one.tokens_per_s)} tokens/s"
 
 
-def _refuse_machine(options: argparse.Namespace) -> None:
-    """The setups are the machines of a cost. Raises ConfigError for the flags that name another."""
-    if options.card is not None or options.cards != 1 or options.ram_gib is not None:
-        what = "--card, --cards and --ram-gib do not go with --cost, which is about setups"
-        remedy = "Write --setup '8 x RTX 4090, ram=256'."
-        raise ConfigError([Problem(field="", what=what, remedy=remedy)])
+def _refuse_foreign(options: argparse.Namespace) -> None:
+    """Raises ConfigError for flags that what was asked for does not read."""
+    look = next((name for name in _READS if name and getattr(options, name)), "")
+    given = {name: getattr(options, name) not in (None, 1 if name == "cards" else None) for name in _ALL_FLAGS}
+    foreign = [name for name in _ALL_FLAGS if given[name] and name not in _READS[look]]
+    if not foreign:
+        return
+    flags, shown = [_flag(name) for name in foreign], f"--{look}" if look else "the table of all methods on a card"
+    what = f"{' and '.join(flags)} {'do' if len(flags) > 1 else 'does'} not go with {shown}"
+    goes = (f"{_flag(name)} goes with {_readers(name)}" for name in foreign)
+    remedy = f"{'; '.join(goes)}."
+    if look == "cost" and _MACHINE & {*foreign}:
+        remedy += " Write --setup '8 x RTX 4090, ram=256' for another machine."
+    raise ConfigError([Problem(field="", what=what, remedy=remedy)])
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _readers(name: str) -> str:
+    readers = [f"--{look}" if look else "the table of all methods" for look, flags in _READS.items() if name in flags]
+    return " or ".join(readers)
 
 
 def _show_presets(machine: Machine, *, as_json: bool) -> None:
