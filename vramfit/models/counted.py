@@ -11,14 +11,18 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 from vramfit.errors import ModelError
+from vramfit.json_text import load_json
 from vramfit.models.architecture import Architecture, Experts, decoder_values, from_config, is_described, needs_own_code
 from vramfit.models.config_keys import ACTIVATIONS, tidy
 from vramfit.sentences import say
 
 _SECONDS: Final = 120.0
+_WORKER: Final = "vramfit.models.count_worker"
+_ROOT: Final = Path(__file__).parent.parent.parent
 
 
 def counted_architecture(values: Mapping[str, Any], name: str) -> Architecture:
@@ -122,20 +126,7 @@ def _experts(found: Mapping[str, Any]) -> Experts | None:
 
 
 def _ask(text: str, name: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "vramfit.models.count_worker"]
-    try:
-        done = subprocess.run(
-            command,
-            input=text.encode("utf-8"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=_SECONDS,
-            check=False,
-            creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
-        )
-        answer: dict[str, Any] = json.loads(done.stdout.decode("utf-8").strip().splitlines()[-1])
-    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
-        answer = {"error": f"it did not answer within {_SECONDS:g} seconds"}
+    answer = _answer(text)
     values = json.loads(text)
     if "error" in answer and values.get("auto_map"):
         raise needs_own_code(str(values.get("model_type")), name)
@@ -153,3 +144,34 @@ def _ask(text: str, name: str) -> dict[str, Any]:
         )
     found: dict[str, Any] = answer["counted"]
     return found
+
+
+def _answer(text: str) -> dict[str, Any]:
+    """What `count_worker` says of a config.json: {"counted": ...} or {"error": reason}."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", _WORKER],
+            input=text.encode("utf-8"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            timeout=_SECONDS,
+            check=False,
+            cwd=_ROOT,  # so that it is found wherever the command was given
+            creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"it did not answer within {_SECONDS:g} seconds"}
+    except OSError as error:
+        return {"error": f"the process that counts it cannot be started: {error.strerror or error}"}
+    try:
+        answer: dict[str, Any] = load_json(done.stdout.decode("utf-8").strip().splitlines()[-1])
+    except (ValueError, IndexError):
+        return {"error": _ended(done.returncode, done.stderr.decode("utf-8", errors="replace"))}
+    return answer
+
+
+def _ended(code: int, told: str) -> str:
+    """Of a process that ended without an answer: by which signal or exit code, and its last words."""
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    last = next((line.strip() for line in reversed(told.splitlines()) if line.strip()), "")
+    return f"the process that counts it ended with {how}{': ' if last else ''}{last[:200]}"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from vramfit.config import ModelChoice, RunConfig
 from vramfit.errors import ModelError
 from vramfit.hardware.catalogue import machine_with
+from vramfit.models import counted as counting
 from vramfit.models import families
 from vramfit.models.architecture import from_config
 from vramfit.models.catalogue import architecture_of
@@ -17,6 +21,8 @@ from vramfit.models.count_worker import counted
 from vramfit.models.counted import from_count
 from vramfit.planning.plan import Workload
 from vramfit.planning.planner import forecast_run
+
+ROOT = Path(__file__).parent.parent.parent.parent
 
 HELIUM = {
     "model_type": "helium",
@@ -61,6 +67,38 @@ def test_an_undescribed_family_is_counted_exactly_and_says_so(tmp_path: Path) ->
 def test_a_family_nobody_knows_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no_such_family|cannot build"):
         architecture_of(folder(tmp_path / "odd", {**HELIUM, "model_type": "no_such_family"}))
+
+
+@pytest.mark.parametrize(
+    ("worker", "says"),
+    [
+        ("import os; os._exit(3)", "ended with exit code 3)"),
+        ("import os; os.kill(os.getpid(), 9)", "ended with signal 9)"),
+        ("import a_module_that_is_not_there", "exit code 1: ModuleNotFoundError: No module named 'a_module"),
+        ("import time; time.sleep(60)", "did not answer within 0.3 seconds"),
+    ],
+)
+def test_a_count_that_ends_is_told_from_one_that_takes_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker: str, says: str
+) -> None:
+    (tmp_path / "worker.py").write_text(worker, encoding="utf-8")
+    monkeypatch.setattr(counting, "_ROOT", tmp_path)
+    monkeypatch.setattr(counting, "_WORKER", "worker")
+    monkeypatch.setattr(counting, "_SECONDS", 0.3 if "within" in says else 60.0)
+    with pytest.raises(ModelError) as raised:
+        counting.counted_architecture({"model_type": "helium", "worker": worker}, "m")
+    assert says in str(raised.value)
+
+
+def test_a_model_is_counted_from_any_working_directory(tmp_path: Path) -> None:
+    helium = folder(tmp_path / "helium", HELIUM)
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from vramfit.models.catalogue import architecture_of;"
+        f"from vramfit.config import ModelChoice; print(architecture_of(ModelChoice(source={helium.source!r})).layers)"
+    )
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=plain, capture_output=True, check=False)
+    assert (done.stdout.strip(), done.returncode) == (b"3", 0), done.stderr
 
 
 def test_widths_that_an_undescribed_family_s_file_lacks_are_its_class_s_own_and_told(tmp_path: Path) -> None:
