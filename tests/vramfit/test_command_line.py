@@ -71,6 +71,22 @@ def test_an_estimate_that_does_not_fit_still_tells_the_numbers(capsys: pytest.Ca
     assert "GiB" in heard.err
 
 
+@pytest.mark.parametrize("command", ["plan", "estimate"])
+def test_a_refusal_is_json_too_where_that_is_asked_for(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    wanted = ("--model", "meta-llama/Llama-3.1-70B", "--method", "full", "--card", "RTX 3060", "--json")
+    assert main([command, *wanted]) == 2
+    heard = capsys.readouterr()
+    values = json.loads(heard.out)
+    assert values["fits"] is False
+    assert values["needed_bytes"] > values["available_bytes"] > 0
+    assert values["tier"] in ("device", "host", "disk")
+    assert isinstance(values["phase"], str)
+    assert values["suggestions"]
+    assert all(type(suggestion) is str and suggestion in values["message"] for suggestion in values["suggestions"])
+    assert values["message"] in heard.err
+    assert ("memory" in values) is (command == "estimate")
+
+
 def test_without_data_a_model_is_planned_for_sequences_as_long_as_allowed(capsys: pytest.CaptureFixture[str]) -> None:
     values = answer(capsys, "estimate", *LLAMA_ON_4090, "--method", "qlora", "--max-length", "512")
     assert values["workload"]["longest_tokens"] == values["workload"]["mean_tokens"] == 512

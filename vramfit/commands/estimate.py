@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 from vramfit.commands import wish
 from vramfit.errors import WontFit
@@ -17,15 +18,34 @@ add_arguments = wish.add_arguments
 def run(options: argparse.Namespace) -> None:
     """Print the estimate as text or JSON. Raises UserError; WontFit after printing what the least plan would need."""
     try:
-        _show(wish.forecast_from(options), as_json=options.json)
+        forecast = wish.forecast_from(options)
     except WontFit as error:
-        if error.forecast is not None:
-            _show(error.forecast, as_json=options.json)
+        if options.json:
+            print_json({**(error.forecast.to_json() if error.forecast else {}), **refusal(error)})
+        elif error.forecast is not None:
+            print(describe(error.forecast))
         raise
+    if options.json:
+        print_json(forecast.to_json())
+    else:
+        print(describe(forecast))
 
 
-def _show(forecast: Forecast, *, as_json: bool) -> None:
-    print(json.dumps(forecast.to_json(), ensure_ascii=False, indent=1) if as_json else describe(forecast))
+def print_json(values: dict[str, Any]) -> None:
+    print(json.dumps(values, ensure_ascii=False, indent=1))
+
+
+def refusal(error: WontFit) -> dict[str, Any]:
+    """What `--json` says where nothing fits: the numbers that do not agree, and what would help."""
+    return {
+        "fits": False,
+        "message": str(error),
+        "needed_bytes": error.needed_bytes,
+        "available_bytes": error.available_bytes,
+        "tier": error.tier,
+        "phase": str(error.phase),
+        "suggestions": [str(suggestion) for suggestion in error.suggestions],
+    }
 
 
 def describe(forecast: Forecast) -> str:

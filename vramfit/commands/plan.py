@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from vramfit.commands import wish
-from vramfit.commands.estimate import describe
+from vramfit.commands.estimate import describe, print_json, refusal
+from vramfit.errors import WontFit
 from vramfit.planning.reasons import ASSUMED
 
 add_arguments = wish.add_arguments
@@ -14,9 +14,14 @@ add_arguments = wish.add_arguments
 
 def run(options: argparse.Namespace) -> None:
     """Print the plan as text or JSON. Raises UserError, WontFit with what would help."""
-    forecast = wish.forecast_from(options)
+    try:
+        forecast = wish.forecast_from(options)
+    except WontFit as error:
+        if options.json:
+            print_json(refusal(error))
+        raise
     if options.json:
-        print(json.dumps(forecast.to_json(), ensure_ascii=False, indent=1))
+        print_json(forecast.to_json())
         return
     for choice in forecast.plan.reasons:
         if choice.setting == ASSUMED:  # told below, with the estimate
