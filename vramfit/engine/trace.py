@@ -287,6 +287,8 @@ class _Depths:
         experts, window = self.architecture.experts, self.architecture.sliding_window
         every = FULL_ATTENTION_EVERY.get(self.architecture.family, 1)
         masks = window is not None and window <= self.length and self.plan.attention != "eager"
+        if masks and self.architecture.sliding_layers is not None:  # named one by one
+            every = self.architecture.layers
         return math.lcm(experts.every if experts else 1, every if masks else 1)
 
     @property

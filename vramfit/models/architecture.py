@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -89,7 +90,8 @@ class Architecture:
     """A decoder's shape. Widths are numbers of features, `vocab_size` is rows of the embedding as stored.
 
     `counted`: its family is not described, and `extra_block_params` of every block and `extra_params` outside of them
-    make up for what the shape alone does not say. `notes` say what was assumed in reading it, one sentence each.
+    make up for what the shape alone does not say. `sliding_layers` are the blocks that slide where the config says
+    other ones than the family's usual. `notes` say what was assumed in reading it, one sentence each.
     """
 
     name: str
@@ -121,6 +123,7 @@ class Architecture:
     learned_positions: int = 0
     embed_proj_dim: int | None = None
     sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] | None = None
     logit_softcap: float | None = None
     attn_softcap: float | None = None
     experts: Experts | None = None
@@ -173,8 +176,12 @@ class Architecture:
 
     def slides(self, layer: int) -> bool:
         """Whether block `layer` (from 0) looks back no further than the sliding window."""
+        if self.sliding_window is None:
+            return False
+        if self.sliding_layers is not None:
+            return layer in self.sliding_layers
         every = families.FULL_ATTENTION_EVERY.get(self.family, 0)
-        return self.sliding_window is not None and not (every and (layer + 1) % every == 0)
+        return not (every and (layer + 1) % every == 0)
 
     @cached_property
     def mixtures(self) -> tuple[bool, ...]:
@@ -529,11 +536,12 @@ class _Reader:
             "activation": self._activation(),
             "tied_embeddings": self.switch("tie_word_embeddings", self.family.tied),
             "sliding_window": self._sliding_window(),
+            "sliding_layers": self._sliding_layers(layers),
             "residual_dropout": self._dropout(),
             "logit_softcap": self._cap("final_logit_softcapping"),
             "attn_softcap": self._cap("attn_logit_softcapping"),
             "latent": self._latent() if self.family.latent else None,
-            "experts": self._experts(self.family.experts) if self.family.experts else None,
+            "experts": self._experts(self.family.experts, layers) if self.family.experts else None,
             **self.family.facts,
             **{field: self.switch(key, default) for field, (key, default) in self.family.switches.items()},
             **special,
@@ -594,7 +602,7 @@ class _Reader:
         return found
 
     def _whole(self, key: str, value: Any, *, zero: bool = False) -> int:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) == math.inf or value != value:
             raise self.wrong(key, f"is {tidy(value)}, not a number")
         most = MOST_LAYERS if key == self.key("layers") else MOST
         if not (0 if zero else 1) <= value <= most or value != int(value):
@@ -695,6 +703,38 @@ class _Reader:
             return None
         return self.at("sliding_window", zero=True) or None
 
+    def _sliding_layers(self, layers: int) -> tuple[int, ...] | None:
+        """The blocks that slide as the file says, by name or by a pattern; None where they are the family's usual."""
+        kinds = self._kinds("layer_types", layers, ("full_attention", "sliding_attention"))
+        usual = families.FULL_ATTENTION_EVERY.get(self.family_name, 0)
+        every = usual
+        if self.family_name in families.READS_WINDOW_PATTERN and self.values.get(_PATTERN) is not None:
+            every = self._whole(_PATTERN, self.values[_PATTERN])
+        if self.family_name not in families.READS_LAYER_TYPES or self._sliding_window() is None:
+            return None
+        if kinds is None and every == usual:
+            return None
+        found = tuple(
+            layer
+            for layer in range(layers)
+            if (kinds[layer] == "sliding_attention" if kinds else (layer + 1) % every != 0)
+        )
+        return None if found == _usual_windows(usual, layers) else found
+
+    def _kinds(self, key: str, layers: int, allowed: tuple[str, ...]) -> list[str] | None:
+        """A list with a word for each block; None where the file has none."""
+        kinds = self.values.get(key)
+        if kinds is None:
+            return None
+        if not isinstance(kinds, list):
+            raise self.wrong(key, f"is {tidy(kinds)}, not a list of {' or '.join(allowed)}, one for each block")
+        unknown = [kind for kind in kinds if kind not in allowed]
+        if unknown:
+            raise self.wrong(key, f"holds {tidy(unknown[0])}, not {' or '.join(allowed)}")
+        if len(kinds) != layers:
+            raise self.wrong(key, f"has {len(kinds):,} entries, and there are {layers:,} blocks")
+        return kinds
+
     def _latent(self) -> LatentAttention:
         return LatentAttention(
             q_rank=self.at("q_lora_rank", default=0, zero=True),  # null: queries are projected directly
@@ -704,7 +744,7 @@ class _Reader:
             value_dim=self.at("v_head_dim"),
         )
 
-    def _experts(self, keys: families.ExpertKeys) -> Experts | None:
+    def _experts(self, keys: families.ExpertKeys, layers: int) -> Experts | None:
         count_key = next((key for key in (keys.count, *_EXPERT_COUNTS) if key in self.values), keys.count)
         count = self.at(count_key, zero=True)
         if count == 0:
@@ -718,28 +758,31 @@ class _Reader:
             active=self.at(keys.active),
             expert_width=width,
             shared_width=shared,
-            first_moe_layer=self._first_with_experts(keys.first_dense),
+            first_moe_layer=self._first_with_experts(keys.first_dense, layers),
             every=self.at(keys.every, default=1) if keys.every else 1,
-            dense_layers=self._layer_list(keys.dense_layers),
+            dense_layers=self._layer_list(keys.dense_layers, layers),
             **keys.facts,
         )
 
-    def _first_with_experts(self, key: str) -> int:
+    def _first_with_experts(self, key: str, layers: int) -> int:
         """How many blocks come before the first with experts: newer files name each block's kind."""
-        kinds = self.values.get("mlp_layer_types")
+        kinds = self._kinds("mlp_layer_types", layers, ("dense", "sparse"))
         if kinds is None:
             return self.at(key, default=0, zero=True) if key else 0
-        if not isinstance(kinds, list) or sorted(map(str, kinds)) != kinds or not {*kinds} <= {"dense", "sparse"}:
+        if sorted(kinds) != kinds:
             raise self.wrong("mlp_layer_types", f"is {tidy(kinds)}, not a list of dense blocks and then sparse ones")
         return kinds.count("dense")
 
-    def _layer_list(self, key: str) -> tuple[int, ...]:
+    def _layer_list(self, key: str, layers: int) -> tuple[int, ...]:
         """Numbers of blocks, from 0; null and absent mean none."""
         given = self.value(key) if key else None
         if given is None:
             return ()
         if not isinstance(given, list) or any(isinstance(one, bool) or not isinstance(one, int) for one in given):
             raise self.wrong(key, f"is {tidy(given)}, not a list of numbers of blocks")
+        outside = [one for one in given if not 0 <= one < layers]
+        if outside:
+            raise self.wrong(key, f"holds {tidy(outside[0])}, and the {layers:,} blocks are numbered from 0")
         return tuple(given)
 
 
@@ -747,11 +790,22 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """The same number under the names that newer and older writers of a family give it."""
 
 
+_PATTERN: Final = "sliding_window_pattern"
+
+
+def _usual_windows(every: int, layers: int) -> tuple[int, ...]:
+    """The blocks that slide where each so many-th sees everything; all of them where `every` is 0."""
+    return tuple(layer for layer in range(layers) if not (every and (layer + 1) % every == 0))
+
+
 def _nothing(reader: _Reader, hidden: int) -> dict[str, Any]:
     return {}
 
 
 def _gpt2(reader: _Reader, hidden: int) -> dict[str, Any]:
+    if reader.switch("add_cross_attention", False):
+        problem = "is true: its blocks look at an encoder's output, too, and VRAMFit trains decoders alone"
+        raise ModelError(f"config.json of {reader.name}: add_cross_attention {problem}", "Choose a plain decoder.")
     return {"position": "learned", "learned_positions": reader.number("max_position", default=2048)}
 
 

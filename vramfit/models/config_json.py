@@ -40,6 +40,10 @@ def config_values(architecture: Architecture, *, layers: int | None = None) -> d
     known = known_keys(architecture.family).defaults
     if "sliding_window" in known or architecture.sliding_window is not None:
         values["sliding_window"] = architecture.sliding_window  # null is none, where absent is the family's
+    if architecture.sliding_layers is not None:
+        sliding = {*architecture.sliding_layers}
+        count = values[keys["layers"]]
+        values["layer_types"] = [f"{'sliding' if layer in sliding else 'full'}_attention" for layer in range(count)]
     if "use_sliding_window" in known:
         values["use_sliding_window"] = architecture.sliding_window is not None
     values |= {

@@ -152,8 +152,7 @@ def _answer(text: str) -> dict[str, Any]:
         done = subprocess.run(
             [sys.executable, "-m", _WORKER],
             input=text.encode("utf-8"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             timeout=_SECONDS,
             check=False,
             cwd=_ROOT,  # so that it is found wherever the command was given

@@ -351,6 +351,17 @@ FULL_ATTENTION_EVERY: Final[Mapping[str, int]] = {
 """Families with sliding windows in which each so many-th block looks at all positions; in the others all blocks slide.
 A window no longer than the sequence is a mask, and with a mask no kernel is told that attention is causal."""
 
+READS_LAYER_TYPES: Final = frozenset(
+    [
+        *FULL_ATTENTION_EVERY,
+        *("ministral", "qwen2", "qwen2_moe", "qwen3", "smollm3"),
+    ]
+)
+"""Families whose config names the blocks that slide (`layer_types`); in the others the key changes nothing."""
+
+READS_WINDOW_PATTERN: Final = frozenset({"gemma3_text", "cohere2"})
+"""Families whose config may say which blocks see everything by one number, `sliding_window_pattern`."""
+
 NAMES_BRANCH: Final = frozenset({"gpt2", "gpt_bigcode", "gpt_neo"})
 """Families whose block keeps what attention gave in a variable until it returns."""
 

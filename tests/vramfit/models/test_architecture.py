@@ -100,7 +100,7 @@ def test_a_multimodal_config_is_read_by_its_text_part() -> None:
         ({"hidden_size": 10**20}, "hidden_size is 1e+20, and it must be a whole number above 0, at most 2,147,483,648"),
         ({"hidden_size": 10**400}, "hidden_size is a number of more than 300 digits, and it must be a whole number"),
         ({"hidden_size": -(10**400)}, "hidden_size is a number of more than 300 digits"),
-        ({"vocab_size": float("inf")}, "vocab_size is inf, and it must be a whole number"),
+        ({"vocab_size": float("-inf")}, "vocab_size is -inf, not a number"),
         ({"final_logit_softcapping": 10**400}, "final_logit_softcapping is a number of more than 300 digits"),
         ({"attention_dropout": 0, "hidden_dropout": 10**400}, "hidden_dropout is a number of more than 300 digits"),
         ({"attention_bias": [10**400] * 99}, "attention_bias is ["),

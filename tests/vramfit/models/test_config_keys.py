@@ -11,6 +11,7 @@ from bench.make_config_defaults import TARGET, all_families, text_of
 from vramfit.errors import ModelError
 from vramfit.models import families
 from vramfit.models.architecture import Architecture, from_config
+from vramfit.models.config_json import config_values
 from vramfit.models.config_keys import ACTIVATIONS, known_keys
 
 SIZES = ("hidden_size", "layers", "heads", "vocab_size", "mlp_width")
@@ -204,8 +205,23 @@ def test_nonsense_is_refused_by_name(changes: dict[str, Any], says: str) -> None
     [
         ("qwen3_moe", {"mlp_only_layers": "all"}, "mlp_only_layers is 'all', not a list of numbers of blocks"),
         ("qwen3_moe", {"mlp_only_layers": [1, "2"]}, "not a list of numbers of blocks"),
-        ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"]}, "not a list of dense blocks and then sparse ones"),
+        (
+            "glm4_moe_lite",
+            {"mlp_layer_types": ["sparse"] + ["dense"] * (TINY["layers"] - 1)},
+            "not a list of dense blocks and then sparse ones",
+        ),
         ("glm4_moe_lite", {"mlp_layer_types": 3}, "mlp_layer_types is 3"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, f"has 1 entries, and there are {TINY['layers']} blocks"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense", 5]}, "mlp_layer_types holds 5, not dense or sparse"),
+        ("qwen3_moe", {"mlp_only_layers": [0, 99]}, f"mlp_only_layers holds 99, and the {TINY['layers']} blocks"),
+        ("qwen3_moe", {"mlp_only_layers": [-1]}, "mlp_only_layers holds -1"),
+        ("gemma2", {"layer_types": ["full_attention"]}, f"has 1 entries, and there are {TINY['layers']} blocks"),
+        ("gemma3_text", {"layer_types": ["global"] * TINY["layers"]}, "layer_types holds 'global', not full_attention"),
+        ("llama", {"layer_types": "full_attention"}, "layer_types is 'full_attention', not a list of"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+        ("cohere2", {"sliding_window_pattern": [1]}, "sliding_window_pattern is [1]"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention is true"),
+        ("gpt_bigcode", {"add_cross_attention": True}, "add_cross_attention is true"),
         ("gemma2", {"final_logit_softcapping": 0}, "final_logit_softcapping is 0"),
         ("gemma2", {"attn_logit_softcapping": "50"}, "attn_logit_softcapping is '50'"),
         ("gpt2", {"resid_pdrop": 2}, "resid_pdrop is 2, and it must be 0 to 1"),
@@ -222,3 +238,41 @@ def test_a_quantised_part_of_a_larger_model_is_refused_as_a_whole_one_is() -> No
     part = {**complete("llama"), "quantization_config": {"quant_method": "gptq"}}
     with pytest.raises(ModelError, match="quantised with GPTQ"):
         from_config({"model_type": "llava", "text_config": part}, "m")
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("gemma3_text", {}),
+        ("gemma3_text", {"sliding_window_pattern": 2}),
+        ("gemma3_text", {"sliding_window_pattern": 1}),
+        ("gemma3_text", {"sliding_window_pattern": 2, "layer_types": [SLIDING, SLIDING, FULL, FULL, FULL, SLIDING]}),
+        ("gemma2", {"sliding_window_pattern": 3}),
+        ("gemma2", {"layer_types": [FULL] * 6}),
+        ("cohere2", {"sliding_window_pattern": 3}),
+        ("olmo3", {"layer_types": [FULL, SLIDING] * 3}),
+        ("gpt_oss", {"layer_types": [FULL, SLIDING] * 3}),
+        ("qwen3", {"layer_types": [FULL, SLIDING] * 3, "use_sliding_window": True}),
+        ("qwen3", {"layer_types": [FULL] * 6, "use_sliding_window": False}),
+    ],
+)
+def test_the_blocks_that_slide_are_those_of_transformers(family: str, said: dict[str, Any]) -> None:
+    from transformers import AutoConfig
+
+    layers = families.FAMILIES[family].keys.get("layers", "num_hidden_layers")
+    values = {**complete(family), "sliding_window": 64, layers: 6, **said}
+    found = from_config(values, "m")
+    theirs = AutoConfig.for_model(family, **{key: value for key, value in values.items() if key != "model_type"})
+
+    assert found.windows == tuple(kind == SLIDING for kind in theirs.layer_types)
+    again = from_config(config_values(found), "m")
+    assert (again.windows, again.sliding_layers) == (found.windows, found.sliding_layers)
+
+
+def test_blocks_named_as_usual_are_the_usual_shape() -> None:
+    named = {**complete("gemma2"), "layer_types": [SLIDING, FULL] * (TINY["layers"] // 2)}
+    assert from_config(named, "m") == from_config(complete("gemma2"), "m")
+    assert from_config({**complete("mistral"), "layer_types": [FULL] * TINY["layers"]}, "m").sliding_layers is None
