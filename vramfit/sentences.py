@@ -111,6 +111,7 @@ ENGLISH: Final[Mapping[str, str]] = {
     "batch.all": "All {sequences} sequences of a step fit at once, which is fastest",
     "batch.parts": "{size} at a time, {times} times, make a step of {sequences} sequences: more at a time would not "
     "fit, or be less than 2 % faster",
+    "batch.cut": "{reason}. They are all of the data, fewer than the {wish} that a step was to have",
     "trains.blocks": "the last {count} of {layers} blocks",
     "trains.head": "You set it: they train with the final norm and the head; what comes before them is frozen and has "
     "no backward",

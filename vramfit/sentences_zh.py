@@ -41,6 +41,7 @@ SENTENCES: dict[str, str] = {
     "batch.set": "您设定了微批大小 {size}；{times} 个微批组成 {sequences} 条序列的一步",
     "batch.all": "每步的 {sequences} 条序列可以一次放下，这样最快",
     "batch.parts": "每次 {size} 条，共 {times} 次，组成 {sequences} 条序列的一步：再多就放不下，或只快不到 2 %",
+    "batch.cut": "{reason}。数据总共只有这些，少于设定的每步 {wish} 条",
     "trains.blocks": "{layers} 层中的最后 {count} 层",
     "trains.head": "由您设定：它们与最后的归一化层和输出层一起训练；之前的部分冻结，没有反向计算",
     "trains.tied": "由您设定：它们与最后的归一化层一起训练。输出层就是词嵌入表，位于冻结的层之前：它也被冻结，"

@@ -6,6 +6,7 @@ No torch, no transformers: the panel calls these. Memory stays bounded whatever 
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -362,18 +363,18 @@ def guess_workload(
         tokens = rows * mean
         blocks = max(round(tokens / max_length + 0.5), 1) if packing else sum(-(-n // max_length) for n in lengths)
         sequences = int(blocks) if packing else max(round(rows * blocks / len(lengths)), 1)
-        longest = min(max_length, tokens)
+        longest = math.ceil(min(max_length, tokens))
         return Workload(
             sequences=sequences,
             mean_tokens=min(max(tokens / sequences, 1.0), max_length),
-            longest_tokens=max(int(longest), 1),
+            longest_tokens=max(longest, 1),
             trained_share=trained,
         )
     cut = [min(length, max_length) for length in lengths]
     return Workload(
         sequences=rows,
         mean_tokens=sum(cut) / len(cut),
-        longest_tokens=max(int(max(cut)), 1),
+        longest_tokens=max(math.ceil(max(cut)), 1),
         trained_share=trained,
     )
 

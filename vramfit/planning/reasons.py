@@ -220,6 +220,8 @@ def _batch_choice(config: RunConfig, found: Candidate, workload: Workload) -> Ch
     else:
         key = "batch.set" if fixed else "batch.parts"
         reason = say(key, size=plan.micro_batch, times=plan.accumulation, sequences=sequences)
+    if sequences < config.schedule.sequences_per_step:
+        reason = say("batch.cut", reason=reason, sequences=sequences, wish=config.schedule.sequences_per_step)
     return Choice(setting="micro-batch", value=value, reason=reason, fixed=fixed)
 
 

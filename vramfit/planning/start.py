@@ -176,7 +176,7 @@ def _max_length(config: RunConfig, architecture: Architecture, workload: Workloa
     if config.data.max_length != "auto":
         return limit
     needed = math.ceil(workload.longest_tokens / _ROUND_LENGTH) * _ROUND_LENGTH
-    return max(_ROUND_LENGTH, min(limit, needed))
+    return min(limit, max(_ROUND_LENGTH, needed))
 
 
 def _loss(config: RunConfig, architecture: Architecture) -> Loss:

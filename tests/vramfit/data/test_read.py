@@ -152,6 +152,13 @@ def test_the_encoding_can_be_set(tmp_path: Path) -> None:
     assert row.values["text"] == "çà et là"
 
 
+@pytest.mark.parametrize("text", ["a", "ab cd", "word " * 3, "word " * 7, "word " * 2001])
+@pytest.mark.parametrize("packing", [True, False])
+def test_no_guessed_mean_is_above_the_longest(write_rows: Write, text: str, packing: bool) -> None:
+    work = guess_workload(survey([write_rows([{"text": text}])]), 1000, packing=packing)
+    assert work.mean_tokens <= work.longest_tokens <= 1000
+
+
 def test_guessing_the_work(write_rows: Write, tmp_path: Path) -> None:
     found = survey([write_rows([{"text": "word " * 80}] * 10)])
     work = guess_workload(found, 150)

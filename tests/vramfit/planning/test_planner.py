@@ -215,6 +215,12 @@ def test_wishes_that_cannot_be_honoured_are_refused_by_name() -> None:
         forecast(wish(device="cuda:1"))
 
 
+def test_no_sequence_is_longer_than_learned_positions() -> None:
+    tiny = dataclasses.replace(model("openai-community/gpt2"), max_position=4, learned_positions=4)
+    found = forecast_run(wish(), architecture=tiny, machine=machine_with("RTX 4090"), workload=LONG)
+    assert found.plan.max_length == 4
+
+
 def test_a_budget_beyond_what_is_free_is_cut_and_said() -> None:
     found = forecast_run(
         wish(memory={"budget_gib": 15}),

@@ -98,3 +98,20 @@ def test_every_reason_of_a_plan_is_such_a_sentence() -> None:
         assert isinstance(text, Sentence)
         names = {name for _, name, _, _ in string.Formatter().parse(ENGLISH[text.key]) if name}
         assert names == text.values.keys()
+
+
+@pytest.mark.parametrize("micro_batch", ["auto", 2, 16])
+def test_a_step_that_the_data_cuts_is_told(micro_batch: object) -> None:
+    values = {"model": {"source": "m"}, "method": "lora", "memory": {"micro_batch": micro_batch}}
+    few, enough = (
+        forecast_run(
+            RunConfig.parse({**values, "data": {"paths": ["x"]}, "schedule": {"sequences_per_step": 16}}),
+            architecture=shape(),
+            machine=machine_with("RTX 4090"),
+            workload=Workload(sequences=sequences, mean_tokens=64, longest_tokens=128),
+        )
+        for sequences in (10, 16)
+    )
+    (told,) = (choice.reason for choice in few.plan.reasons if choice.setting == "micro-batch")
+    assert told.endswith("They are all of the data, fewer than the 16 that a step was to have")
+    assert not any("all of the data" in choice.reason for choice in enough.plan.reasons)
