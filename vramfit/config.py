@@ -65,7 +65,8 @@ class Part(BaseModel):
         if not isinstance(value, int):
             return value
         word = "off" if value is False else str(value) if abs(value) < _MOST_NUMBERED else ""
-        return word if word in _choices(cls.model_fields[info.field_name or ""].annotation) else value
+        annotation: Any = cls.model_fields[info.field_name or ""].annotation
+        return word if word in _choices(annotation) else value
 
 
 class ModelChoice(Part):
