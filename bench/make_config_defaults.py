@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import typing
 from pathlib import Path
 from typing import Any, Final
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from vramfit.models import families
 
@@ -22,6 +25,7 @@ OTHER_KEYS: Final = (
     "tie_word_embeddings",
     "sliding_window",
     "use_sliding_window",
+    "max_window_layers",
     "final_logit_softcapping",
     "attn_logit_softcapping",
     "q_lora_rank",

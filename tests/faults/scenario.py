@@ -79,7 +79,7 @@ CHOSEN: Final[tuple[Fault, ...]] = (
     ("save: before the files", "eio", 1),
     ("save: tensors written", "edquot", 0),
     ("save: manifest written", "kill", 2),
-    ("save: renamed", "kill", 0),
+    ("save: renamed", "kill", 2),
     ("save: rotating", "kill", 0),
     ("export: weights written", "enospc", 0),
     ("export: before the move", "error", 0),

@@ -712,14 +712,18 @@ class _Reader:
             every = self._whole(_PATTERN, self.values[_PATTERN])
         if self.family_name not in families.READS_LAYER_TYPES or self._sliding_window() is None:
             return None
-        if kinds is None and every == usual:
+        rule = families.SLIDES.get(self.family_name)
+        if kinds is None and rule is None and every == usual:
             return None
-        found = tuple(
-            layer
-            for layer in range(layers)
-            if (kinds[layer] == "sliding_attention" if kinds else (layer + 1) % every != 0)
-        )
-        return None if found == _usual_windows(usual, layers) else found
+        bound = self.at("max_window_layers", default=families.MAX_WINDOW_LAYERS, zero=True) if rule else 0
+
+        def slides(layer: int) -> bool:
+            if kinds is not None:
+                return kinds[layer] == "sliding_attention"
+            return rule(layer, bound) if rule is not None else (layer + 1) % every != 0
+
+        found = tuple(filter(slides, range(layers)))
+        return None if rule is None and found == _usual_windows(usual, layers) else found
 
     def _kinds(self, key: str, layers: int, allowed: tuple[str, ...]) -> list[str] | None:
         """A list with a word for each block; None where the file has none."""

@@ -7,7 +7,7 @@ family in `transformers`; a test builds tiny models of these families and compar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -358,6 +358,14 @@ READS_LAYER_TYPES: Final = frozenset(
     ]
 )
 """Families whose config names the blocks that slide (`layer_types`); in the others the key changes nothing."""
+
+MAX_WINDOW_LAYERS: Final = 28
+SLIDES: Final[Mapping[str, Callable[[int, int], bool]]] = {
+    "qwen2": lambda layer, bound: layer >= bound,
+    "qwen3": lambda layer, bound: layer >= bound,
+    "qwen2_moe": lambda layer, bound: layer < bound and layer % 2 == 0,
+}
+"""Families whose blocks slide by `max_window_layers` (28 where it is missing) where the config does not name them."""
 
 READS_WINDOW_PATTERN: Final = frozenset({"gemma3_text", "cohere2"})
 """Families whose config may say which blocks see everything by one number, `sliding_window_pattern`."""

@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,7 +102,8 @@ def save(
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise _disk_error(error, root, needed) from error
-    _rotate(root, step=step, keep=keep, best=best, keep_every=keep_every)
+    rotate(root, step=step, keep=keep, best=best, keep_every=keep_every)
+    _remove([path for at, path in _own(root) if at > step])
     return final
 
 
@@ -269,13 +270,19 @@ def _complete(root: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def _rotate(root: Path, *, step: int, keep: int, best: int | None, keep_every: int) -> None:
-    found = [
-        (at, path) for at, path in _complete(root) if not path.is_symlink()
-    ]  # not ours: what it names is elsewhere
-    past = [(at, path) for at, path in found if at <= step]
-    old = [path for at, path in past[:-keep] if at != best and not (keep_every and at % keep_every == 0)]
-    for path in (*old, *(path for at, path in found if at > step)):
+def rotate(root: Path, *, step: int, keep: int, best: int | None, keep_every: int) -> None:
+    """Of the checkpoints up to `step` remove all but those that `save` leaves. What a save does last; a resume does it
+    for one that was ended before that."""
+    past = [(at, path) for at, path in _own(root) if at <= step]
+    _remove(path for at, path in past[:-keep] if at != best and not (keep_every and at % keep_every == 0))
+
+
+def _own(root: Path) -> list[tuple[int, Path]]:
+    return [(at, path) for at, path in _complete(root) if not path.is_symlink()]  # what that names is elsewhere
+
+
+def _remove(checkpoints: Iterable[Path]) -> None:
+    for path in checkpoints:
         # The manifest goes first: a half-removed checkpoint must not be taken for a whole one.
         with contextlib.suppress(OSError):
             (path / MANIFEST).unlink()

@@ -266,11 +266,15 @@ class Run:
                 "evaluations": self.health.evaluations.state(),
                 "health": self.health.state(),
             },
-            keep=self.config.output.keep_checkpoints,
-            best=self.health.evaluations.best_step if self.keeps_best else None,
-            keep_every=self.config.output.keep_every,
+            **self._kept(),
         )
         self.tell_saved()
+
+    def _kept(self) -> dict[str, Any]:
+        """Which checkpoints are to stay."""
+        output = self.config.output
+        best = self.health.evaluations.best_step if self.keeps_best else None
+        return {"keep": output.keep_checkpoints, "best": best, "keep_every": output.keep_every}
 
     def tell_saved(self) -> None:
         """The checkpoints that were completed meanwhile. Raises what went wrong with one (OutOfDisk, ...)."""
@@ -316,6 +320,7 @@ class Run:
                 f"{saved.path.name} does not hold what this run saves ({type(error).__name__}: {error})",
                 "Remove that folder if an older checkpoint is there, or start a new run.",
             ) from error
+        checkpoint.rotate(self.folder / CHECKPOINTS, step=saved.step, **self._kept())
         self._say("info", "resume", f"Resumed at step {saved.step}.", step=saved.step)
         bits = saved.values.get("optimizer_bits", self.plan.optimizer_bits)
         if bits != self.plan.optimizer_bits:

@@ -257,6 +257,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
         ("gpt_oss", {"layer_types": [FULL, SLIDING] * 3}),
         ("qwen3", {"layer_types": [FULL, SLIDING] * 3, "use_sliding_window": True}),
         ("qwen3", {"layer_types": [FULL] * 6, "use_sliding_window": False}),
+        ("qwen3", {"use_sliding_window": True}),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}),
+        ("qwen2_moe", {"use_sliding_window": True, "max_window_layers": 3}),
     ],
 )
 def test_the_blocks_that_slide_are_those_of_transformers(family: str, said: dict[str, Any]) -> None:

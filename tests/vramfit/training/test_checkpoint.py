@@ -44,6 +44,16 @@ def test_case_114_rotation_goes_by_step_number_not_by_file_time(tmp_path: Path) 
     assert checkpoint.steps(tmp_path) == [200, 300, 400]
 
 
+def test_a_rotation_that_was_ended_is_done_again_and_leaves_later_ones(tmp_path: Path) -> None:
+    """As after a kill between the new one's name and the old one's removal, with a damaged one of a later step."""
+    for step in (100, 200, 300, 400, 500):
+        write(tmp_path, step, keep=5)
+    checkpoint.rotate(tmp_path, step=400, keep=1, best=200, keep_every=300)
+    assert checkpoint.steps(tmp_path) == [200, 300, 400, 500]
+    write(tmp_path, 400, keep=1)
+    assert checkpoint.steps(tmp_path) == [400]
+
+
 def test_case_115_rotation_touches_only_its_own_folders(tmp_path: Path) -> None:
     strange = [tmp_path / "checkpoint-500", tmp_path / "step-7", tmp_path / "notes"]
     for folder in strange:
