@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vramfit.config import ScheduleChoice
-from vramfit.engine.activations import planned_modes, waiting_bytes
+from vramfit.engine.activations import find_blocks, planned_modes, waiting_bytes
 from vramfit.engine.chunked import CHUNK_ON_CARD, ChunkedOptimizer
 from vramfit.engine.last_blocks import train_last_blocks
 from vramfit.engine.loss import Targets
@@ -44,6 +44,10 @@ from vramfit.planning.plan import Plan
 from vramfit.planning.stored import QUANTISED, weight_bytes
 
 PHASES: Final = ("load", "loss", "backward", "step", "evaluation")
+_LAST: Final = "backward of the last block"
+"""A phase of its own while depths are traced. A peak in another block may be higher at few blocks, and lower at many:
+here all that the blocks before keep is there."""
+
 LINEAR_WITHIN: Final = 0.002
 """How far a third depth may lie off the line through the first two, as a share."""
 
@@ -82,7 +86,8 @@ class StorageFollower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._packed = packed
         self.alive = 0
         self.phase = "load"
-        self.peaks: dict[str, int] = dict.fromkeys(PHASES, 0)
+        self.peaks: dict[str, int] = dict.fromkeys((*PHASES, _LAST), 0)
+        self.in_last_block = True
         self.operations = 0
         self.timeline: list[tuple[int, int, str]] = []
         self._trained_share = trained_share
@@ -119,7 +124,7 @@ class StorageFollower(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def forget(self) -> None:
         """Peaks and timeline begin anew; what is alive stays."""
-        self.peaks = {**dict.fromkeys(PHASES, 0), "load": self.peaks["load"]}
+        self.peaks = {**dict.fromkeys(self.peaks, 0), "load": self.peaks["load"]}
         self.timeline.clear()
 
     def picked(self, args: tuple[Any, ...]) -> Tensor:
@@ -158,7 +163,8 @@ class StorageFollower(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, *, inside: int = 0) -> None:
         """The peak of the phase, with `inside` bytes that a kernel makes and frees by itself."""
-        self.peaks[self.phase] = max(self.peaks[self.phase], self.alive - self.in_ram() + inside)
+        phase = _LAST if self.phase == "backward" and self.in_last_block else self.phase
+        self.peaks[phase] = max(self.peaks[phase], self.alive - self.in_ram() + inside)
 
 
 _WHERE: Final = torch.ops.prim.device.default
@@ -182,6 +188,7 @@ class TracedExecutor(ResidentExecutor):
         super().__init__(model, **options)
         self._follower = follower
         self._peak = _NoMeter()  # type: ignore[assignment]
+        find_blocks(model)[-1].register_forward_pre_hook(self._last_block, with_kwargs=True)
         if self.plan.input_tier != "device":  # asking walks all modules, at every operation
             follower.in_ram = lambda: waiting_bytes(model)
 
@@ -189,7 +196,17 @@ class TracedExecutor(ResidentExecutor):
         with self._follower.within("backward"):
             return super().step(micro_batches, learning_rate)
 
+    def _last_block(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The last block's backward is over when its input has a gradient."""
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if hidden.requires_grad:
+            hidden.register_hook(self._leave_last_block)
+
+    def _leave_last_block(self, _: Tensor) -> None:
+        self._follower.in_last_block = False
+
     def _sums(self, piece: Piece, targets: Targets, *, gradient_scale: float = 1.0) -> SummedLoss:
+        self._follower.in_last_block = True
         phase = "loss" if self._follower.phase == "backward" else self._follower.phase
         with self._follower.within(phase):
             return super()._sums(piece, targets, gradient_scale=gradient_scale)
@@ -271,7 +288,7 @@ class _Depths:
             if count <= few:
                 continue
             one, two = (self._run(_moved(start, axis, steps * self._unit)) for steps in (1, 2))
-            for phase in PHASES:
+            for phase in base.phases:
                 each = one.phases[phase] - base.phases[phase]
                 expected = one.phases[phase] + each
                 linear = linear and abs(two.phases[phase] - expected) <= LINEAR_WITHIN * max(expected, 1)
@@ -304,8 +321,10 @@ class _Depths:
 
     def _stored(self, phases: Mapping[str, int]) -> dict[str, int]:
         """4-bit weights were traced in 16 bits: the difference does not move."""
+        phases = {**phases, "backward": max(phases["backward"], phases[_LAST])}
+        del phases[_LAST]
         if self.plan.weight_format not in QUANTISED or not self.plan.lora_rank:
-            return dict(phases)
+            return phases
         plain = dataclasses.replace(
             self.plan, weight_format="fp32" if self.plan.compute == "tf32" else self.plan.compute
         )

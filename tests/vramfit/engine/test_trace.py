@@ -92,10 +92,10 @@ def test_a_trace_is_the_live_bytes_of_a_real_step(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"recompute": 7}, {"recompute": 3}, {"recompute": 5, "input_tier": "host"}, {"recompute": 2, "compress": 4}],
+    ("method", "changes"),
+    [("full", {}), ("lora", {"recompute": 7}), ("full", {"recompute": 3}), ("lora", {"recompute": 2, "compress": 4})]
+    + [(method, {"recompute": 5, "input_tier": "host"}) for method in ("full", "lora")],
 )
-@pytest.mark.parametrize("method", ["full", "lora"])
 def test_extrapolated_depths_are_the_whole_trace(method: str, changes: dict[str, Any]) -> None:
     values = config_values(model("HuggingFaceTB/SmolLM2-135M"), layers=7)
     wish = plan(**changes, **(ADAPTED if method == "lora" else {}))
@@ -104,6 +104,17 @@ def test_extrapolated_depths_are_the_whole_trace(method: str, changes: dict[str,
 
     assert whole.traced_blocks == 7
     assert few.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.002)
+
+
+def test_another_block_may_be_the_highest_at_few_blocks() -> None:
+    """The first block, which has no experts, is as long as few blocks keep their inputs; at eight it is the last."""
+    narrow = {"hidden_size": 256, "intermediate_size": 600, "moe_intermediate_size": 64, "n_routed_experts": 32}
+    narrow |= {"num_experts_per_tok": 2, "n_shared_experts": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    values = {**config_values(model("moonshotai/Moonlight-16B-A3B"), layers=8), **narrow, "vocab_size": 512}
+    few, whole = (trace(values, plan(recompute=8, **ADAPTED), length=256, whole=each) for each in (False, True))
+
+    assert (few.traced_blocks, whole.traced_blocks) == (5, 8)
+    assert few.phases == whole.phases
 
 
 def test_inputs_in_ram_are_not_on_the_device() -> None:
