@@ -26,6 +26,7 @@ from tests.vramfit.models.tiny_families import TINY
 from vramfit.config import LossChoice, ScheduleChoice
 from vramfit.engine.drift import Calibrator
 from vramfit.engine.later import Later
+from vramfit.engine.mapped import MappedFile
 from vramfit.engine.optimizers import build_optimizer
 from vramfit.engine.resident import Piece, ResidentExecutor
 from vramfit.engine.streaming import StreamingExecutor
@@ -329,6 +330,7 @@ def test_a_drive_that_cannot_be_read_is_told(
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", broken)
+    monkeypatch.setattr(MappedFile, "_ask", broken)  # what is computed with where it lies is asked for
     with pytest.raises(kind, match=r"cannot be read \(Input/output error\)"):
         here.step(batches(), 1e-2)
 
