@@ -10,6 +10,7 @@ from playwright.sync_api import Page, expect
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
 TRAINED_S = 780
+AWAY_S = 30
 
 
 def test_start_untouched_trains_the_starter_to_the_end(page: Page, fresh: object, see: Callable[..., None]) -> None:
@@ -24,7 +25,15 @@ def test_start_untouched_trains_the_starter_to_the_end(page: Page, fresh: object
     before = int(page.get_attribute(".vf-grid", "data-last-step"))
     page.wait_for_timeout(3000)
     assert int(page.get_attribute(".vf-grid", "data-last-step")) > before  # the curves move
-    expect(page.locator(".vf-runhead .vf-badge")).to_have_text("succeeded", timeout=TRAINED_S * 1000)
+    badge = page.locator(".vf-runhead .vf-badge")
+    for _ in range(TRAINED_S // AWAY_S):  # with the page closed it trains on, and twice as fast on two cores
+        page.goto("about:blank")
+        page.wait_for_timeout(1000 * AWAY_S)
+        page.goto(f"{fresh.url}?run=1")
+        expect(badge).to_be_visible()
+        if badge.inner_text() == "succeeded":
+            break
+    expect(badge).to_have_text("succeeded")
     expect(page.locator(".vf-sample-after").first).to_be_visible()
     words = page.locator(".vf-sample-after p").first.inner_text().split()
     assert len(words) > 30
