@@ -179,7 +179,7 @@ class MemoryWishes(Part):
     optimizer_bits: Literal["auto", "32", "8", "4"] = "auto"
     optimizer_place: Literal["auto", "device", "paged", "host"] = "auto"
     optimizer_step: Literal["auto", "after backward", "in backward", "in backward, one pass"] = "auto"
-    compile: Literal["auto", "off", "default", "max-autotune", "reduce-overhead"] = "auto"
+    compile: Literal["auto", "off", "default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead"] = "auto"
     adapt: bool = True
 
 

@@ -137,6 +137,7 @@ ENGLISH: Final[Mapping[str, str]] = {
     "optimizer.quarter": "States in blocks with a scale each take a quarter of the memory",
     "optimizer.eighth": "States in blocks with a scale each take an eighth of the memory",
     "optimizer.paged": "You set it: the driver moves states to RAM when the card runs short",
+    "compile.no_graphs": "You set it; graphs are recorded on NVIDIA and AMD cards alone, of weights that stay in place",
     "optimizer.backward": "You set it: each gradient is used up as soon as it is there, so they never all exist",
     "optimizer.backward.one": "in backward, one pass",
     "optimizer.backward.two": "in backward, the gradient's norm is found in a pass before it",

@@ -65,6 +65,7 @@ SENTENCES: dict[str, str] = {
     "optimizer.quarter": "状态分块存放，每块一个缩放系数，只占四分之一",
     "optimizer.eighth": "状态分块存放，每块一个缩放系数，只占八分之一",
     "optimizer.paged": "由您设定：显存不够时驱动会把状态移到内存",
+    "compile.no_graphs": "由您设定；只有权重留在原处的 NVIDIA 或 AMD 显卡才录制图",
     "optimizer.backward": "由您设定：每个梯度一算出就用掉，因此不会同时存在",
     "optimizer.backward.one": "在反向中，一遍完成",
     "optimizer.backward.two": "在反向中，先用一遍求梯度的范数",

@@ -428,13 +428,15 @@ def trainer(place: Place) -> None:
 
 
 def compile(place: Place) -> None:  # noqa: A001 - the part's name
-    """Compiled blocks: equal losses, launches before and after, and whether it pays, in each mode."""
+    """Compiled blocks: equal losses and gradients, also summed over two passes, launches before and after, and whether
+    it pays, in each mode."""
     from vramfit.engine.compiling import CompiledBlocks, trial
 
     layers, length = (2, 32) if place.quick else (16, 1024)
-    modes = ("default",) if place.device.type == "cpu" else ("default", "reduce-overhead")
+    modes = ("default",) if place.device.type == "cpu" else ("default", "reduce-overhead", "max-autotune")
     for mode in modes:
-        for name, changes in (("kept", {}), ("recomputed", {"recompute": layers})):
+        ways = {"kept": {}, "recomputed": {"recompute": layers}}
+        for name, changes in ways.items() if mode != "max-autotune" else [("kept", {})]:  # its search takes long
             with _told(f"{mode}, {name}"):
                 torch._dynamo.reset()
                 plan = plan_of(place, compute=place.compute, micro_batch=4, max_length=length, **changes)
@@ -452,8 +454,7 @@ def compile(place: Place) -> None:  # noqa: A001 - the part's name
                 losses = {}
                 for on in (False, True):
                     blocks.on = on and not blocks.problem
-                    losses[on] = executor.measure(executor.pieces(batch)[0])
-                    executor.optimizer.zero_grad(set_to_none=True)
+                    losses[on] = (*executor.measure(executor.pieces(batch)[0]), _summed_norm(executor, batch))
                 apart = max(abs(one - other) / abs(other) for one, other in zip(*losses.values(), strict=True))
                 say(
                     f"{mode}, {name}",
@@ -464,6 +465,16 @@ def compile(place: Place) -> None:  # noqa: A001 - the part's name
                 )
                 del executor, model, blocks
             free()
+
+
+def _summed_norm(executor: ResidentExecutor, batch: Any) -> float:
+    """Of gradients summed over two passes, which a replay must not write over. None is left."""
+    executor.optimizer.zero_grad(set_to_none=True)
+    executor.rehearse([batch, batch])
+    made = [each.grad for each in executor.model.parameters() if each.grad is not None]
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each.float()) for each in made]))
+    executor.optimizer.zero_grad(set_to_none=True)
+    return norm.item()
 
 
 def streaming(place: Place) -> None:

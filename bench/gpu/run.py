@@ -42,7 +42,7 @@ PARTS: Final = (
     Part("streamed_70b", 110),
     Part("streamed_full", 110),
     Part("trainer", 120),
-    Part("compile", 110),
+    Part("compile", 150),
     Part("calibration", 40),
 )
 

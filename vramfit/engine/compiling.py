@@ -3,7 +3,7 @@
 The class's forward is compiled once and called with each block: parameters are the graph's inputs, so blocks of the
 same structure share it. The first shape gets a graph of its own and the second one a graph for any shape (torch calls
 that automatic dynamic shapes): micro-batches differ in rows and length, and a graph for each would take minutes.
-Recorded launches (reduce-overhead) hold for one shape only, so there every shape is compiled.
+Recorded launches (reduce-overhead, max-autotune) hold for one shape only, so there every shape is compiled.
 
 Only training passes are compiled. Evaluation and writing text meet other shapes, and stay as they are; so does a block
 whose activations are compressed, whose hooks a compiler does not see. A compiler that fails is told and done without.
@@ -22,7 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -32,12 +32,11 @@ from vramfit.engine.activations import find_blocks, mode_of
 from vramfit.engine.randomness import random_state, set_random_state
 from vramfit.engine.recovery import is_out_of_memory
 from vramfit.errors import ModelError
+from vramfit.planning.plan import CompileMode, records_graphs
 
 if TYPE_CHECKING:
     from vramfit.engine.resident import Piece, ResidentExecutor
     from vramfit.engine.visiting import VisitedBlocks
-
-CompileMode = Literal["default", "max-autotune", "reduce-overhead"]
 
 TRIAL_PAIRS: Final = 5
 WORTH_IT: Final = 1.02
@@ -95,7 +94,7 @@ class CompiledBlocks:
 
     def begin_pass(self) -> None:
         """Before a forward pass: recorded launches write where the last pass's did."""
-        if self.mode != "reduce-overhead":
+        if not records_graphs(self.mode):
             return
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         for block in self._blocks:
@@ -105,7 +104,7 @@ class CompiledBlocks:
                     parameter.grad = torch.zeros_like(parameter)
 
     def _compile(self, kind: type[nn.Module]) -> Callable[..., Any]:
-        dynamic = False if self.mode == "reduce-overhead" else None
+        dynamic = False if records_graphs(self.mode) else None
         made: Callable[..., Any] = torch.compile(kind.forward, mode=self.mode, dynamic=dynamic)
         return made
 

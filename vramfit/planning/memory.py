@@ -416,7 +416,7 @@ class Work(Standing):
         if self.uses_up_gradients:
             in_step = self.stored.step_chunk if plan.optimizer_in_backward else 0.0
             return lambda moment: self.head_waits + whole * moment.making + max(each_cast * moment.making, in_step)
-        if plan.accumulation > 1:
+        if plan.accumulation > 1 or plan.records_graphs:
             return lambda moment: self.held + self.head_waits + (whole + each_cast) * moment.making
         above = self.head_gradient + self.gradient * self.gradient_share * self.stored.trained_after[layer]
         return lambda moment: above + whole * moment.made + (whole + each_cast) * moment.making

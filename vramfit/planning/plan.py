@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from vramfit.config import Method, Precision
 
@@ -66,6 +66,14 @@ Tier = Literal["device", "host", "disk"]
 WeightFormat = Literal["fp32", "bf16", "fp16", "int8", "nf4", "nf4-plain", "gptq-int4", "gptq-int4-whole", "gptq-int8"]
 """Formats of a base. nf4 is doubly quantised, nf4-plain is not; GPTQ bases, in groups of 128 or whole columns, are read
 by other programs than ours."""
+
+CompileMode = Literal["default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead"]
+"""torch.compile's words."""
+
+_WITHOUT_GRAPHS: Final[dict[CompileMode, CompileMode | None]] = {
+    "max-autotune": "max-autotune-no-cudagraphs",
+    "reduce-overhead": None,
+}
 
 ShardingKind = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp"]
 """How several cards share a run: ddp nothing, zero1 the optimizer's states, zero2 gradients too, the others all."""
@@ -131,7 +139,7 @@ class Plan:
     cards: int = 1
     sharding: ShardingKind = "none"
     compiled: bool = False
-    compile_mode: Literal["default", "max-autotune", "reduce-overhead"] = "default"
+    compile_mode: CompileMode = "default"
     calibrates: bool = False
     reasons: tuple[Choice, ...] = ()
 
@@ -144,6 +152,11 @@ class Plan:
     def trains_all(self) -> bool:
         """Whether all of the model's weights train, its embedding included."""
         return not self.lora_rank and not self.last_blocks
+
+    @property
+    def records_graphs(self) -> bool:
+        """Whether compiled blocks are recorded and replayed: their gradients then lie there from the first pass on."""
+        return self.compiled and records_graphs(self.compile_mode)
 
     def first_trained(self, layers: int) -> int:
         """The first of `layers` blocks with a gradient: those before it are only passed forward."""
@@ -162,6 +175,17 @@ class Plan:
         """The blocks that stay on the device while others visit: first those that would come twice a step."""
         first = self.first_trained(layers)
         return tuple(sorted([*range(first, layers), *range(first)][: self.resident_blocks]))
+
+
+def records_graphs(mode: CompileMode) -> bool:
+    """Whether torch records what blocks launch on a card, to replay it (torch._inductor.list_mode_options says which
+    modes do): they hold for one shape and for weights that stay in place, and write where they wrote before."""
+    return mode in _WITHOUT_GRAPHS
+
+
+def without_graphs(mode: CompileMode) -> CompileMode | None:
+    """The mode that does all else and records nothing; None where recording is all that it does."""
+    return _WITHOUT_GRAPHS.get(mode, mode)
 
 
 @dataclass(frozen=True, kw_only=True)

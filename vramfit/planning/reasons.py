@@ -179,7 +179,9 @@ def _optimizer_choices(config: RunConfig, plan: Plan) -> Iterator[Choice]:
         yield Choice(setting="optimizer step", value=way, reason=say("optimizer.backward"), fixed=True)
     if plan.compiled:
         fixed = wishes.compile != "auto"
-        yield Choice(setting="compile", value=plan.compile_mode, reason=say("you") if fixed else "", fixed=fixed)
+        changed = fixed and plan.compile_mode != wishes.compile
+        told = say("compile.no_graphs" if changed else "you")
+        yield Choice(setting="compile", value=plan.compile_mode, reason=told if fixed else "", fixed=fixed)
 
 
 def _precision_choice(plan: Plan, device: Device, *, fixed: bool) -> Choice:

@@ -20,7 +20,7 @@ from vramfit.hardware.devices import Device, Machine
 from vramfit.models.architecture import Architecture
 from vramfit.planning.abilities import DESIGNED, ENGINE, Abilities, missing
 from vramfit.planning.memory import LeastMemory, estimate_memory, least_memory
-from vramfit.planning.plan import MemoryEstimate, Plan, SpeedEstimate, Workload
+from vramfit.planning.plan import MemoryEstimate, Plan, SpeedEstimate, Workload, without_graphs
 from vramfit.planning.speed import estimate_speed
 from vramfit.planning.standing import slot_bytes_of
 from vramfit.planning.start import Start, checkpoints_at_end, sequences_of_step, start
@@ -169,6 +169,8 @@ class Search:
         slots = slot_bytes_of(self.architecture, plan, self.sequences * length)
         if plan.compiled and any(stored(self.architecture, dataclasses.replace(plan, slot_bytes=slots)).split):
             slots = 0  # a block that stops between its parts cannot be compiled
+        if plan.records_graphs:  # weights that visit have no place of their own; what else the mode does stays
+            changes = {**changes, "compile_mode": without_graphs(plan.compile_mode)}
         return {**changes, "slot_bytes": slots} if slots else changes
 
     # --- families ----------------------------------------------------------------------------------------------------
@@ -214,12 +216,14 @@ class Search:
 
     @property
     def _needs_compiled_at_rest(self) -> bool:
-        """Whether a compiler was asked for that blocks that visit cannot have: CUDA graphs keep weights' places, and of
-        what is dropped out a compiler would not drop the same in a step's two forward passes."""
+        """Whether a compiler was asked for that blocks that visit cannot have: CUDA graphs keep weights' places (a mode
+        that does more goes without them), and of what is dropped out a compiler would not drop the same in a step's two
+        forward passes."""
         wish = self.config.memory.compile
+        if wish == "auto" or wish == "off":
+            return False
         adapters_drop = bool(self.start.plan.lora_rank) and self.config.adapter.dropout > 0
-        drops = self.architecture.drops_out or adapters_drop
-        return wish == "reduce-overhead" or (wish not in ("auto", "off") and drops)
+        return without_graphs(wish) is None or self.architecture.drops_out or adapters_drop
 
     def is_hopeless(self, family: Family) -> bool:
         """Whether what lies there at the least is more than device, RAM or disk have: known without walking a block."""

@@ -273,7 +273,9 @@ class Standing:
     @cached_property
     def uses_up_gradients(self) -> bool:
         """Whether each gradient is stepped with, or sent to RAM, when it comes: one that waits for other micro-batches
-        is not."""
+        is not, nor one that recorded launches add to, which needs its place before it comes."""
+        if self.plan.records_graphs:
+            return False
         sends = self.plan.optimizer_tier == "host" and self.program.own_optimizers
         at_once = (self.plan.optimizer_in_backward or sends) and self.plan.accumulation == 1
         return at_once or (self.streams and not self.plan.lora_rank)
@@ -311,8 +313,9 @@ class Standing:
 
     @cached_property
     def held(self) -> float:
-        """Gradients there at the start of a micro-batch that is not the step's first."""
-        return self.gradients if self.plan.accumulation > 1 else 0.0
+        """Gradients there at the start of a micro-batch that is not the step's first; of each, behind recorded
+        launches."""
+        return self.gradients if self.plan.accumulation > 1 or self.plan.records_graphs else 0.0
 
     @cached_property
     def whole_gradient(self) -> float:

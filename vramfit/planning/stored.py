@@ -402,6 +402,7 @@ _MOVES: Final[dict[str, Any]] = {
     "optimizer_in_backward": False,
     "clip_passes": 1,
     "compiled": False,
+    "compile_mode": "default",
     "calibrates": False,
     "reasons": (),
 }

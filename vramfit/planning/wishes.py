@@ -12,6 +12,7 @@ from vramfit.errors import ConfigError, Problem
 from vramfit.hardware.devices import Device
 from vramfit.models.architecture import Architecture
 from vramfit.models.families import EAGER_ONLY
+from vramfit.planning.plan import records_graphs, without_graphs
 
 OPTIMIZER_BITS: Final = {"adamw": ("32", "8", "4"), "lion": ("32", "8")}
 """In how many bits an optimizer's states can be kept; those that are not named: 32."""
@@ -166,15 +167,16 @@ def _base_format(config: RunConfig) -> dict[str, Any]:
 
 def _compiled(config: RunConfig, device: Device) -> dict[str, Any]:
     mode = config.memory.compile
-    if mode in ("auto", "off"):
+    if mode == "auto" or mode == "off":
         return {}
-    if mode == "reduce-overhead" and device.kind != "cuda":
+    if without_graphs(mode) is None and device.kind != "cuda":
         raise refused(
             "memory.compile",
             f"CUDA graphs need an NVIDIA card, and {device.name} is none",
             "Choose default, or auto.",
         )
-    return {"compiled": True, "compile_mode": mode}
+    recorded = records_graphs(mode) and device.kind != "cuda"
+    return {"compiled": True, "compile_mode": without_graphs(mode) if recorded else mode}
 
 
 def _attention(config: RunConfig, architecture: Architecture, device: Device, compute: Precision) -> str:

@@ -70,7 +70,7 @@ def _streaming(
     from vramfit.engine.streaming import StreamingExecutor
     from vramfit.models.streamed import open_streamed
 
-    _check(config)
+    _check(config, plan)
     quiet_transformers()
     torch.manual_seed(config.seed)  # as a model on the device begins
     if not config.trains_adapter:
@@ -131,7 +131,7 @@ def _streaming_all(config: RunConfig, plan: Plan, *, scratch: Path, run_s: float
     return executor
 
 
-def _check(config: RunConfig) -> None:
+def _check(config: RunConfig, plan: Plan) -> None:
     """Raise ConfigError for what cannot be had while the base's blocks are only visitors."""
     if config.adapter.start in _CHANGES_BASE:
         raise _refused(
@@ -139,7 +139,7 @@ def _check(config: RunConfig) -> None:
             f"{config.adapter.start} changes the base's weights, which are only read while blocks stream",
             "Choose another start of the adapters, or more memory for the run.",
         )
-    if config.memory.compile == "reduce-overhead":
+    if plan.records_graphs:
         raise _refused(
             "memory.compile",
             "A recorded graph needs weights that stay in place, and in this run blocks visit the device one by one",

@@ -206,6 +206,27 @@ def test_closed_they_are_as_before(tiny):
     assert not any("forward" in block.__dict__ for block in model.model.layers)
 
 
+@pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs", "max-autotune", "reduce-overhead"])
+def test_recorded_launches_add_to_gradients_of_ours_in_every_mode_that_records(tiny, monkeypatch, mode):
+    """A replay writes where the one before wrote: a gradient of its own would be lost under accumulation."""
+    asked, passes = [], []
+    monkeypatch.setattr(compiling.torch, "compile", lambda f, **options: asked.append(options) or f)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: passes.append(1))
+    model, plan = tiny.build("llama"), tiny.plan()
+    blocks = CompiledBlocks(model, mode)
+    executor = ResidentExecutor(model, plan=plan, optimizer=build_optimizer(model, ScheduleChoice(), plan))
+    records = mode in ("max-autotune", "reduce-overhead")
+    assert asked == [{"mode": mode, "dynamic": False if records else None}]
+
+    blocks.begin_pass()
+    made = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    assert all(name.startswith("model.layers.") and not each.any() for name, each in made.items())
+    assert bool(made) is records and len(passes) == records
+    executor.rehearse([tiny.pad(tiny.sequences(12, 9)), tiny.pad(tiny.sequences(7, 5))])
+    assert len(passes) == (3 if records else 0)  # one for each pass forward
+    assert all(model.get_parameter(name).grad is each for name, each in made.items())
+
+
 def streamed(tmp_path, *, compiled: bool, method: str, **changes):
     """(executor, its compiled blocks or None) of a small Llama whose blocks visit."""
     folder = saved("llama", tmp_path / "model")

@@ -127,6 +127,22 @@ def test_saving_measures_save(
     assert peak(recompute=architecture.layers, loss="chunked", micro_batch=1) < peak()
 
 
+@pytest.mark.parametrize("mode", ["max-autotune", "reduce-overhead"])
+def test_behind_recorded_launches_all_gradients_are_there_from_the_start(
+    plan: Callable[..., Plan], workload: Callable[..., Workload], mode: str
+) -> None:
+    """4 bytes for each of fp32's, at the loss too; and a step in backward uses none of them up."""
+
+    def at_loss(**changes: object) -> int:
+        found = estimate_memory(model("HuggingFaceTB/SmolLM2-135M"), plan(compiled=True, **changes), workload())
+        return next(phase.parts["gradients"] for phase in found.phases if phase.name == "loss")
+
+    every = 4 * model("HuggingFaceTB/SmolLM2-135M").params
+    without = at_loss(compile_mode="max-autotune-no-cudagraphs")
+    assert at_loss(compile_mode=mode) - without == every
+    assert at_loss(compile_mode=mode, optimizer_in_backward=True) - without == every
+
+
 def test_only_the_longest_sequence_counts_unless_rows_are_packed(
     plan: Callable[..., Plan], workload: Callable[..., Workload]
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -13,7 +13,7 @@ from vramfit.hardware.catalogue import machine_with
 from vramfit.hardware.devices import Machine
 from vramfit.models import catalogue
 from vramfit.planning.abilities import DESIGNED, ENGINE, FEATURES, missing
-from vramfit.planning.plan import Plan, Workload
+from vramfit.planning.plan import CompileMode, Plan, Workload, records_graphs, without_graphs
 from vramfit.planning.planner import forecast_run
 from vramfit.units import GIB
 
@@ -76,6 +76,7 @@ def test_nothing_fixed_is_adamw_in_32_bits_after_backward_on_the_device() -> Non
         ({"activations": "offload"}, {"recompute": 28, "input_tier": "host", "compress": 0}),
         ({"activations": "recompute"}, {"recompute": 28, "input_tier": "device"}),
         ({"compile": "reduce-overhead"}, {"compiled": True, "compile_mode": "reduce-overhead"}),
+        ({"compile": "max-autotune"}, {"compiled": True, "compile_mode": "max-autotune"}),
         ({"compile": "off"}, {"compiled": False}),
         ({"attention": "flash"}, {"attention": "flash"}),
         ({"precision": "tf32"}, {"compute": "tf32", "weight_format": "fp32"}),
@@ -85,6 +86,32 @@ def test_a_fixed_wish_is_the_plan(memory: dict[str, Any], fields: dict[str, Any]
     plan = planned(memory)
 
     assert {name: getattr(plan, name) for name in fields} == fields
+
+
+def test_the_longest_search_goes_without_graphs_where_none_can_be_recorded() -> None:
+    """On a CPU, and where blocks visit, which has their weights in another place each time: told with its reason."""
+    stays = planned({"compile": "max-autotune"})
+    on_cpu = planned({"compile": "max-autotune"}, on=without_card())
+    visits = planned({"compile": "max-autotune", "budget_gib": 8.0}, method="lora", of="Qwen/Qwen3-8B")
+
+    assert (stays.weights_tier, visits.weights_tier) == ("device", "host")
+    assert stays.records_graphs and not on_cpu.records_graphs and not visits.records_graphs
+    assert on_cpu.compile_mode == visits.compile_mode == "max-autotune-no-cudagraphs"
+    assert on_cpu.compiled and visits.compiled
+    told = {
+        plan.device: choice.reason for plan in (stays, on_cpu) for choice in plan.reasons if choice.setting == "compile"
+    }
+    assert told["cuda:0"] == "You set it" and "graphs are recorded on NVIDIA and AMD cards alone" in told["cpu"]
+
+
+def test_which_modes_record_graphs_is_what_torch_says() -> None:
+    torch = pytest.importorskip("torch")
+    for mode in get_args(CompileMode):
+        options = torch._inductor.list_mode_options(mode)
+        assert records_graphs(mode) is bool(options.get("triton.cudagraphs"))
+        other = without_graphs(mode)
+        left = {name: value for name, value in options.items() if name != "triton.cudagraphs"}
+        assert (torch._inductor.list_mode_options(other) if other else {}) == left
 
 
 def test_a_step_in_backward_takes_the_whole_step_at_once_and_finds_the_norm_in_a_pass_of_its_own() -> None:
