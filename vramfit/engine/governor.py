@@ -124,7 +124,7 @@ class Governor:
     _calm: int = 0
     _patience: dict[str, int] = field(default_factory=dict)
     _given_up: set[str] = field(default_factory=set)
-    _needed: set[str] = field(default_factory=set)  # taken when memory ran out: not given up again in this run
+    _needed: set[Notch] = field(default_factory=set)  # taken when memory ran out: not given up again in this run
     _freed: dict[str, int] = field(default_factory=dict)
     _moves: list[_Move] = field(default_factory=list)
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_REMEMBERED))
@@ -160,14 +160,35 @@ class Governor:
         if lowest + 1 >= len(self.allowed):
             return ""
         following = self.allowed[lowest + 1]
-        blocks = [index for index, rank in enumerate(self._ranks, start=self.first) if rank == lowest]
+        return f"after {self._hold_at_most(following)} blocks went on to another way: each {_DOES[following]}"
+
+    @property
+    def relieved_to(self) -> Notch | Literal[""]:
+        """The notch that every block has had to go on to because memory ran out; "" where it did not."""
+        return max(self._needed, key=NOTCHES.index, default="")
+
+    def begin_at(self, notch: str) -> str:
+        """Every block begins no higher than `notch`, which relieved an earlier run (`relieved_to`), and stays there.
+
+        Returns what was done in words, "" where that is not among the notches allowed or all are there already.
+        """
+        if notch not in self.allowed:
+            return ""
+        count = self._hold_at_most(notch)
+        return f"{count} blocks, each of which {_DOES[notch]}" if count else ""
+
+    def _hold_at_most(self, notch: Notch) -> int:
+        """Blocks that hold more go to `notch`, which is not given up again in this run. Returns how many did."""
+        least = self.allowed.index(notch)
+        blocks = [index for index, rank in enumerate(self._ranks, start=self.first) if rank < least]
         for index in blocks:
-            self.modes[index] = following
-        self._needed.add(following)
+            self.modes[index] = notch
+        self._needed.add(notch)
         self._moves.clear()
         self._calm = 0
-        self.apply(self.modes)
-        return f"after {len(blocks)} blocks went on to another way: each {_DOES[following]}"
+        if blocks:
+            self.apply(self.modes)
+        return len(blocks)
 
     def end(self, step: int) -> list[Action]:
         """The run ends: what was done and not yet told."""

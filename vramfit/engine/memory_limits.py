@@ -40,14 +40,18 @@ _NOT_OF_THE_KIND: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """`rows` at once was the most that fitted within `bytes`, when more had run out of memory at `time` (Unix).
+    """What fitted within `bytes`, when more had run out of memory at `time` (Unix).
 
-    `ended_run` is whether the step could not be repeated; then `rows` is what to try next."""
+    `rows` at once was the most (0: no number of rows has run out). `notch` is what each block had to go on to
+    (`Governor.relieved_to`) with `notch_rows` at once; "": none had to. `ended_run` is whether the step could not be
+    repeated; then `rows` is what to try next."""
 
     rows: int
     bytes: int
     time: float
     ended_run: bool = False
+    notch: str = ""
+    notch_rows: int = 0
 
 
 def run_kind(plan: Plan, architecture: Architecture, *, card: str, longest_tokens: int, versions: str) -> str:
@@ -102,9 +106,11 @@ def _entry(values: dict[str, Any]) -> tuple[Limit, int]:
         bytes=int(values["bytes"]),
         time=float(values["time"]),
         ended_run=bool(values["ended_run"]),
+        notch=str(values.get("notch", "")),  # files of earlier versions have none
+        notch_rows=int(values.get("notch_rows", 0)),
     )
-    if limit.rows < 1:
-        raise ValueError("a limit below one row")
+    if limit.rows < (0 if limit.notch else 1):
+        raise ValueError("a limit that limits nothing")
     return limit, int(values["recomputed"])
 
 

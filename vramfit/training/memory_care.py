@@ -45,23 +45,37 @@ class MemoryCare:
     def __post_init__(self) -> None:
         self._reach = self.executor.plan.budget_bytes
 
-    def limit_rows(self, *, resumed: bool) -> Iterator[Note]:
-        """Begin with no more sequences at once than this machine bore last time.
+    def heed_limits(self, *, resumed: bool) -> Iterator[Note]:
+        """Begin with no more sequences at once, and blocks that hold no more, than this machine bore last time.
 
         A resumed run goes on as it was, or its last bits would change; unless that is what ended it.
         """
         plan, recovery = self.executor.plan, self.executor.recovery
         limit = self.limits.find(self.kind, budget_bytes=plan.budget_bytes, recomputed=plan.recompute)
-        now = recovery.most_rows or plan.micro_batch
-        if limit is None or limit.rows >= now or (resumed and not limit.ended_run):
+        if limit is None or (resumed and not limit.ended_run):
             return
-        recovery.most_rows = limit.rows
+        now = self._rows
         day = time.strftime("%Y-%m-%d", time.localtime(limit.time))
-        yield Note(
-            kind="out-of-memory",
-            message=f"On {day} memory ran out on this device in a run of the same kind, and {limit.rows} sequences at "
-            f"a time fitted: this one begins with {limit.rows}, not {now}. The gradient is the same.",
-        )
+        ran_out = f"On {day} memory ran out on this device in a run of the same kind"
+        if 0 < limit.rows < now:
+            recovery.most_rows = limit.rows
+            yield Note(
+                kind="out-of-memory",
+                message=f"{ran_out}, and {limit.rows} sequences at a time fitted: this one begins with {limit.rows}, "
+                f"not {now}. The gradient is the same.",
+            )
+        governor = self.executor.governor
+        if limit.notch and self._rows >= limit.notch_rows and governor is not None:
+            begun = governor.begin_at(limit.notch)
+            if begun:
+                yield Note(
+                    kind="out-of-memory", message=f"{ran_out}: this one begins with {begun}, as that one went on."
+                )
+
+    @property
+    def _rows(self) -> int:
+        """Sequences that go through the model at once."""
+        return self.executor.recovery.most_rows or self.executor.plan.micro_batch
 
     def after_step(self, step: int, result: StepResult, seconds: float) -> tuple[Reading, list[Note]]:
         """What memory was in the step, and what there is to tell."""
@@ -97,10 +111,19 @@ class MemoryCare:
         return [_note(action) for action in self.executor.governor.end(step)] if self.executor.governor else []
 
     def _remember(self, *, ended_run: bool) -> None:
-        plan, rows = self.executor.plan, self.executor.recovery.most_rows
-        if rows:
-            limit = Limit(rows=rows, bytes=min(plan.budget_bytes, self._reach), time=time.time(), ended_run=ended_run)
-            self.limits.remember(self.kind, limit, recomputed=plan.recompute)
+        plan, rows, governor = self.executor.plan, self.executor.recovery.most_rows, self.executor.governor
+        notch = governor.relieved_to if governor is not None else ""
+        if not rows and not notch:
+            return
+        limit = Limit(
+            rows=rows,
+            bytes=min(plan.budget_bytes, self._reach),
+            time=time.time(),
+            ended_run=ended_run,
+            notch=notch,
+            notch_rows=self._rows if notch else 0,
+        )
+        self.limits.remember(self.kind, limit, recomputed=plan.recompute)
 
 
 def care_for(

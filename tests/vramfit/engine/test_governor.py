@@ -207,6 +207,19 @@ def test_relief_inside_a_step_takes_all_blocks_and_is_kept_for_the_run():
     assert machine.governor.relieve() == ""
 
 
+def test_what_relieved_a_run_is_where_the_next_one_begins_and_stays():
+    earlier, machine, third = Machine(10_000), Machine(10_000), Machine(10_000)
+    assert earlier.governor.relieved_to == ""
+    earlier.governor.relieve()
+    assert earlier.governor.relieved_to == "recompute"
+    assert machine.governor.begin_at("recompute") == "4 blocks, each of which recomputes its activations"
+    machine.run(300)
+    assert machine.governor.modes == ["recompute"] * 4 and machine.governor.relieved_to == "recompute"
+    assert machine.governor.begin_at("recompute") == "" and len(machine.applied) == 1
+    assert third.governor.begin_at("offload") == third.governor.begin_at("no such") == ""  # not of this machine's
+    assert third.governor.modes == ["keep"] * 4 and third.governor.relieved_to == ""
+
+
 def test_a_model_without_blocks_has_nothing_to_move():
     machine = Machine(100, blocks=0)
     told = machine.run(5)

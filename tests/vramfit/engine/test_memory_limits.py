@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
@@ -31,6 +32,15 @@ def test_it_does_not_hold_where_there_is_more_room(tmp_path):
     assert found(tmp_path, budget=2 * GIB, recomputed=3) == LIMIT
     assert found(tmp_path, recomputed=4) is None  # more blocks are recomputed: less memory is needed
     assert found(tmp_path, recomputed=2) == LIMIT
+
+
+def test_a_notch_is_kept_beside_rows_or_alone_and_older_files_have_none(tmp_path):
+    alone = dataclasses.replace(LIMIT, rows=0, notch="recompute", notch_rows=8)
+    MemoryLimits(tmp_path).remember("kind", alone, recomputed=0)
+    assert found(tmp_path) == alone
+    entry = {"rows": 4, "bytes": 8 * GIB, "time": 1000.0, "ended_run": False, "recomputed": 0}
+    (tmp_path / FILE).write_text(json.dumps({"version": 1, "limits": {"kind": entry}}), encoding="utf-8")
+    assert found(tmp_path) == LIMIT
 
 
 def test_an_old_limit_is_forgotten(tmp_path):

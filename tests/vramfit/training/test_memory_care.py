@@ -8,13 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from vramfit.config import RunConfig
+from tests.vramfit.engine.conftest import build, make_plan, make_sequences, pad
+from tests.vramfit.engine.pseudo_card import PseudoCard
+from vramfit.config import RunConfig, ScheduleChoice
 from vramfit.engine import governor
+from vramfit.engine.activations import planned_modes
+from vramfit.engine.governor import build_governor
 from vramfit.engine.loss import TokenLoss
-from vramfit.engine.memory_limits import FILE
+from vramfit.engine.memory_limits import FILE, MemoryLimits
+from vramfit.engine.optimizers import build_optimizer
+from vramfit.engine.resident import ResidentExecutor, StepResult
 from vramfit.errors import WontFit
 from vramfit.training import run
 from vramfit.training.loop import train
+from vramfit.training.memory_care import MemoryCare
 
 Build = Callable[..., RunConfig]
 Keep = Callable[[], Any]
@@ -197,6 +204,50 @@ def test_a_trial_of_rows_without_room_is_told_and_remembered(
     (message,) = told(second, "out-of-memory")
     assert "2 sequences at a time fitted: this one begins with 2, not 4" in message
     assert len(first.metrics) == len(second.metrics) == 7
+
+
+def a_care(folder: Path, **changes: Any) -> MemoryCare:
+    """A model of four blocks with a governor, whose limits are kept in `folder`."""
+    model = build("llama", num_hidden_layers=4)
+    plan = make_plan(accumulation=1, budget_bytes=1, **{"micro_batch": 2, **changes})
+    executor = ResidentExecutor(model, plan=plan, optimizer=build_optimizer(model, ScheduleChoice(), plan))
+    modes = planned_modes(plan, 4)
+    executor.govern(build_governor(modes, device=executor.device, apply=executor.set_activations, budget_bytes=1))
+    assert executor.recovery.relieves_first  # all of this budget would be gradients that wait
+    return MemoryCare(executor=executor, limits=MemoryLimits(folder), kind="a kind")
+
+
+def on_a_card(care: MemoryCare, *, budget_bytes: int) -> tuple[StepResult, PseudoCard]:
+    """A step of two sequences, and the run's care after it."""
+    with PseudoCard(care.executor.model, budget_bytes=budget_bytes) as card:
+        result = care.executor.step([pad(make_sequences(60, 58))], 1e-2)
+    care.executor.governor = None  # it has nothing more to decide here
+    care.after_step(1, result, 1.0)
+    return result, card
+
+
+def test_blocks_that_recompute_to_save_a_step_are_how_the_next_run_of_the_kind_begins(tmp_path: Path) -> None:
+    """A card that has room for two sequences where all blocks recompute, and not where they keep: the second run meets
+    no end of memory, and its numbers are those of the first."""
+    _, lean = on_a_card(a_care(tmp_path / "lean", recompute=4), budget_bytes=0)
+    budget = lean.peak_bytes + 4096
+    first = a_care(tmp_path)
+    assert list(first.heed_limits(resumed=False)) == []
+    governor = first.executor.governor
+    with PseudoCard(first.executor.model, budget_bytes=budget) as card:
+        saved = first.executor.step([pad(make_sequences(60, 58))], 1e-2)
+    assert card.raised == 1 and "4 blocks went on to another way" in saved.recovered
+    assert first.executor.recovery.most_rows == 0 and governor.relieved_to == "recompute"
+    first.after_step(1, saved, 1.0)
+
+    second, fewer, resumed = a_care(tmp_path), a_care(tmp_path, micro_batch=1), a_care(tmp_path)
+    (note,) = second.heed_limits(resumed=False)
+    assert "this one begins with 4 blocks, each of which recomputes its activations" in note.message
+    result, card = on_a_card(second, budget_bytes=budget)
+    assert card.raised == 0 and result.recovered == ""
+    assert (result.loss, result.grad_norm) == (saved.loss, saved.grad_norm)
+    assert list(fewer.heed_limits(resumed=False)) == []  # one at a time may well keep them
+    assert list(resumed.heed_limits(resumed=True)) == []  # it is in its checkpoint, or the run had none
 
 
 def test_text_that_has_no_room_is_told_and_ends_nothing(
