@@ -362,9 +362,14 @@ class Health:
         self.drifting.load_state(values.get("drifting", {}))
 
 
+def row_numbers(examples: Sequence[Example]) -> list[int]:
+    """The rows of the data that these sequences hold, as a person counts them: from 1, as the data card's do."""
+    return sorted({row + 1 for example in examples for row in (example.rows or (example.row,))})
+
+
 def named_rows(examples: Sequence[Example]) -> str:
-    """Which rows of the data these sequences hold, as a person counts them: from 1, as the data card's do."""
-    rows = sorted({row + 1 for example in examples for row in (example.rows or (example.row,))})
+    """Which rows of the data these sequences hold, in words: the first NAMED_ROWS of them, and how many more."""
+    rows = row_numbers(examples)
     names = ", ".join(f"{row:,}" for row in rows[:NAMED_ROWS])
     if len(rows) > NAMED_ROWS:
         return say("rows.more", names=names, more=f"{len(rows) - NAMED_ROWS:,}")

@@ -41,7 +41,7 @@ from vramfit.sentences import say
 from vramfit.training import checkpoint
 from vramfit.training.adapted_share import adapted_share
 from vramfit.training.compile_choice import settle
-from vramfit.training.health import Evaluations, Health, Refusals, Watches, named_rows
+from vramfit.training.health import NAMED_ROWS, Evaluations, Health, Refusals, Watches, named_rows, row_numbers
 from vramfit.training.inputs import IfChanged, changes, settle_changes, versions
 from vramfit.training.memory_care import MemoryCare, Note
 from vramfit.training.metrics import (
@@ -142,6 +142,7 @@ class Run:
         try:
             result = self.executor.step(self._micro_batches(rows), rate)
         except DataError as error:
+            self._log_rows(step)
             raise DataError(f"{error.what} (step {step}: {self._named(rows)})", error.remedy) from error
         except WontFit:
             self.care.ran_out()
@@ -473,10 +474,17 @@ class Run:
         rows = self._named(self.order.rows(now.step)) if result.problem else ""
         if result.problem:
             self._say("warning", "not-finite", say("health.refused", problem=result.problem, rows=rows), step=now.step)
+            self._log_rows(now.step)
         collapsed = result.loss_scale is not None and result.loss_scale < COLLAPSED_LOSS_SCALE
         self.health.refusals.count(now.step, result.problem, rows=rows, collapsed=collapsed)
         for found in self.health.watches.step(now):
             self._say(found.level, found.kind, found.message, step=now.step)
+
+    def _log_rows(self, step: int) -> None:
+        """All rows of a step, where the sentence about it names some: for the run's log, to look each of them up."""
+        rows = row_numbers([self.data.train[row] for row in self.order.rows(step)])
+        if len(rows) > NAMED_ROWS:
+            print(f"step {step} held rows {', '.join(map(str, rows))} of the data", flush=True)
 
     def _tell_drift(self, step: int, check: Check) -> None:
         """Warn once of a drift above the limit, tell each part that is raised, and why there is nothing to tell."""

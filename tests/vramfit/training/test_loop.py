@@ -379,6 +379,21 @@ def test_steps_without_a_finite_result_end_the_run(
     assert [event.kind for event in heard.events].count("not-finite") == 8
 
 
+def test_all_rows_of_a_refused_step_are_in_the_log(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The sentence names eight; the one to blame may be another."""
+    monkeypatch.setattr("vramfit.training.run.learning_rate_at", lambda step, **_: float("nan"))
+    config = small_run(
+        data={"packing": False}, schedule={"sequences_per_step": 18}, health={"refused_steps": 1}, output=QUIET
+    )
+    with pytest.raises(UserError, match="and 10 more of the data"):
+        train(config, folder=tmp_path / "run", cache=cache, recorder=kept())
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 2 held rows ")]
+    rows = [int(row) for row in line.removeprefix("step 2 held rows ").removesuffix(" of the data").split(", ")]
+    assert len(rows) == 18 and rows == sorted(set(rows)) and set(rows) <= set(range(1, 21))
+
+
 def test_a_stop_at_the_last_step_finishes_and_a_second_resume_knows_the_result(
     small_run: Build, kept: Keep, cache: Path, tmp_path: Path
 ) -> None:
