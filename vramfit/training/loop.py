@@ -106,7 +106,7 @@ def train(
         folder=folder,
         saver=Saver(copies=forecast.memory.saves_aside, needs=lambda: still_needed(forecast)),
     )
-    run.report_preparation(forecast)
+    run.report_preparation(forecast, architecture)
     run.check_adapters(architecture)
 
     done = run.resume(if_changed or config.output.if_changed) if resume else 0

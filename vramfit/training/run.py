@@ -31,6 +31,7 @@ from vramfit.faults import reach
 from vramfit.models.adapter_start import rounded_away, start_from_inputs
 from vramfit.models.architecture import Architecture
 from vramfit.models.attention import described as described_attention
+from vramfit.models.attention import kernel_of
 from vramfit.models.export import export_kind
 from vramfit.models.generate import generate
 from vramfit.models.load import weights_fingerprint
@@ -562,7 +563,7 @@ class Run:
         print(message, flush=True)
         self.recorder.event(Event(time=time.time(), level=level, kind=kind, message=message, step=step))
 
-    def report_preparation(self, forecast: Forecast) -> None:
+    def report_preparation(self, forecast: Forecast, architecture: Architecture) -> None:
         """What the data holds and what was decided, with reasons: warnings for the page, all of it for the log."""
         report = self.data.report
         print(
@@ -579,8 +580,9 @@ class Run:
         if self.executor.loss_kind == "fused" and any(example.weights is not None for example in self.data.train):
             self._say("info", "loss", "Loss chunked where answers have weights: the fused kernel takes none.")
         self._say("info", "precision", described(self.plan.compute, self._stored_as()))
-        if self.plan.weights_tier == "device":
-            print(f"attention = {described_attention(self.plan)}", flush=True)
+        kernel = kernel_of(self.plan, architecture)
+        slow = kernel.makes_scores and self.plan.attention == "sdpa" and self.plan.device != "cpu"
+        self._say("warning" if slow else "info", "attention", described_attention(self.plan, kernel))
         for choice in forecast.plan.reasons:
             if is_idle(choice):
                 self._say("warning", "settings", f"{choice.setting} has {choice.value}: {choice.reason}.")

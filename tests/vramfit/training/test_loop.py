@@ -482,6 +482,9 @@ def test_what_a_run_computes_in_is_told(small_run: Build, kept: Keep, cache: Pat
     assert told(heard, "precision") == [
         "Products are computed in fp32, the loss and sums in fp32; weights are stored in fp32."
     ]
+    assert told(heard, "attention") == [
+        "Attention is sdpa: torch's scaled_dot_product_attention, which takes flash attention here."
+    ]
     assert heard.drifts == []
 
 

@@ -44,6 +44,8 @@ def test_a_budget_that_is_too_small_streams_and_gives_the_same_losses(
     assert there.forecasts[0].plan.weights_tier == "device"
     assert here.forecasts[0].plan.weights_tier == "disk"
     assert begun.stopped
+    kernels = [[event.message for event in run.events if event.kind == "attention"] for run in (there, here)]
+    assert kernels[0] == kernels[1] and "takes flash attention here" in kernels[0][0]
     assert here.losses + resumed.losses == there.losses
     assert here.evaluations[0].loss == there.evaluations[0].loss
     assert resumed.evaluations[-1].loss == there.evaluations[-1].loss
