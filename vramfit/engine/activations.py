@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vramfit.engine.compression import Codec, InputCompressor
+from vramfit.engine.compression import Codec, InputCompressor, codec_for
 from vramfit.engine.moving_buffers import MovingBuffers
 from vramfit.engine.offload import HostInputs
 from vramfit.engine.randomness import rounding_generator
@@ -73,13 +73,15 @@ def plan_activations(model: nn.Module, plan: Plan) -> tuple[Mode, ...]:
     return set_activations(model, planned_modes(plan, len(find_blocks(model))))
 
 
-def set_activations(model: nn.Module, modes: Sequence[Mode], *, codec: Codec = "int8") -> tuple[Mode, ...]:
+def set_activations(model: nn.Module, modes: Sequence[Mode], *, codec: Codec | None = None) -> tuple[Mode, ...]:
     """From the next forward on, block i of `model` is in `modes[i]`; blocks beyond `modes` are kept. Returns all modes.
 
-    May be called between any two steps. `codec` is the format of compressed blocks. Raises ModelError when there are no
-    blocks.
+    May be called between any two steps. `codec` is the format of compressed blocks, None: the one that suits their
+    device. Raises ModelError when there are no blocks.
     """
     blocks = find_blocks(model)
+    if codec is None:
+        codec = codec_for(next(blocks.parameters()).device) if "compress" in modes else "int8"
     host = next((found.host for block in blocks if (found := _changed(block))), None) or HostInputs()
     for block, mode in zip(blocks, _padded(modes, len(blocks)), strict=True):
         _set(block, mode, codec, host)

@@ -147,11 +147,9 @@ class Trial:
         return self.faster >= WORTH_IT
 
     def __str__(self) -> str:
-        before, after = self.launches
         return (
             f"{self.faster:.2f} times as fast in {2 * TRIAL_PAIRS} passes in turns ({1e3 * self.eager_s:.0f} and "
-            f"{1e3 * self.compiled_s:.0f} ms), {before:,} launches a pass before, {after:,} after; the compiler took "
-            f"{self.first_s:.0f} s"
+            f"{1e3 * self.compiled_s:.0f} ms); the compiler took {self.first_s:.0f} s"
         )
 
 
@@ -227,6 +225,16 @@ def count_launches(work: Callable[[], object], device: torch.device) -> int:
         own = [event for event in events if event.device_type() != torch._C._autograd.DeviceType.CPU]
         return sum(not event.name().startswith(copies) for event in own)
     return sum(event.name().startswith("aten::") for event in events)
+
+
+def launches_told(launches: tuple[int, int], *, device: torch.device, passes: int) -> str:
+    """What `launches_of` counted as a sentence, for one pass and for a step of `passes` of them."""
+    before, after = launches
+    what = "calls {:,} of torch's operators" if device.type == "cpu" else "starts {:,} kernels on the card"
+    told = f"One pass forward and backward {what.format(before)} without the compiler and {after:,} with it"
+    if passes > 1:
+        told += f"; a step has {passes} such passes, {passes * before:,} and {passes * after:,}"
+    return f"{told}, and what the optimizer does besides."
 
 
 def plain_pass(executor: ResidentExecutor, blocks: CompiledBlocks, piece: Piece) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from vramfit.engine.accelerators import DeviceLike, has_hardware
 from vramfit.engine.randomness import rounding_generator
 
 Codec = Literal["int8", "fp8"]
@@ -92,6 +93,18 @@ def _to_fp8(numbers: Tensor, generator: torch.Generator) -> Tensor:
 
 
 _ROUNDED: Final[dict[Codec, Callable[[Tensor, torch.Generator], Tensor]]] = {"int8": _to_int8, "fp8": _to_fp8}
+
+
+def codec_for(device: DeviceLike) -> Codec:
+    """fp8 where the device, which must be here, computes in it: its activations' heavy tails keep more of their small
+    numbers that way (see docs/log.md). Else int8. Both take the same bytes."""
+    return "fp8" if has_hardware(device, "fp8") else "int8"
+
+
+def described(codec: Codec, device: DeviceLike) -> str:
+    """The format as one sentence."""
+    why = "computes in fp8" if codec == "fp8" else "does not compute in fp8"
+    return f"What compressed blocks keep is in {codec}: {device} {why}."
 
 
 class InputCompressor:

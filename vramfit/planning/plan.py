@@ -86,8 +86,8 @@ class Plan:
     `max_length` tokens per sequence; `micro_batch` sequences per forward pass and card; `accumulation` of them make one
     optimizer step. `recompute` is the number of blocks whose activations are recomputed in backward (the first ones);
     0 keeps all; `selective` keeps some results of those, too; `input_tier` is where the inputs of those wait.
-    `compress` is how many of the other blocks keep int8 copies instead. `loss_chunk_tokens` is rows of logits alive at
-    once (0: all of them).
+    `compress` is how many of the other blocks keep copies in 8 bits. `loss_chunk_tokens` is rows of logits at once
+    (0: all).
 
     `optimizer_bits` are of one state of one parameter; `optimizer_tier` where states live; `optimizer_in_backward`
     steps a parameter as soon as its gradient is there, `clip_passes` is 2 where the gradient's norm is found in a pass

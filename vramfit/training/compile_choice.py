@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from torch import nn
 
 from vramfit.config import RunConfig
-from vramfit.engine.compiling import CompiledBlocks, Trial, first_pass, launches_of, plain_pass, trial
+from vramfit.engine.compiling import (
+    CompiledBlocks,
+    Trial,
+    first_pass,
+    launches_of,
+    launches_told,
+    plain_pass,
+    trial,
+)
 from vramfit.engine.randomness import draws
 from vramfit.engine.recovery import attempt, halves
 from vramfit.engine.resident import Piece, ResidentExecutor
@@ -69,17 +78,20 @@ def settle(
     wish: str,
     folder: Path,
     kind: str,
+    passes: int,
     fewer: Fewer,
 ) -> Iterator[Note]:
     """Compile before the first step, and say what came of it. `kind` names runs for which one trial stands; `piece` is
-    what goes through the model at once.
+    what goes through the model at once, and a step has so many `passes`.
 
     Where memory runs out, blocks stay as they are if they then fit and nobody wished for a compiler, else there are
     `fewer` sequences at a time. What a single sequence has no room for, the first step says with its numbers.
     """
     while True:
         notes, failure = attempt(
-            lambda piece=piece: list(_settled(blocks, executor, piece, wish=wish, folder=folder, kind=kind)),  # type: ignore[misc]
+            lambda piece=piece, passes=passes: list(  # type: ignore[misc]
+                _settled(blocks, executor, piece, wish=wish, folder=folder, kind=kind, passes=passes)
+            ),
             executor.device,
         )
         if notes is not None:
@@ -98,6 +110,7 @@ def settle(
         rows = halves(piece.rows)[0]
         blocks.on = True
         yield fewer(rows, where)
+        passes *= math.ceil(piece.rows / rows)
         piece = piece.part(0, rows)
 
 
@@ -107,18 +120,15 @@ def _fits_plainly(blocks: CompiledBlocks, executor: ResidentExecutor, piece: Pie
 
 
 def _settled(
-    blocks: CompiledBlocks, executor: ResidentExecutor, piece: Piece, *, wish: str, folder: Path, kind: str
+    blocks: CompiledBlocks, executor: ResidentExecutor, piece: Piece, *, wish: str, folder: Path, kind: str, passes: int
 ) -> Iterator[Note]:
+    about: dict[str, Any] = {"device": executor.device, "passes": passes}
     if wish != "auto":
         seconds = first_pass(executor, blocks, piece)
         if blocks.on:
-            before, after = launches_of(executor, blocks, piece)
-            yield Note(
-                level="info",
-                kind="compile",
-                message=f"Blocks compiled ({blocks.mode}) in {seconds:.0f} s: {before:,} launches a pass before, "
-                f"{after:,} after.",
-            )
+            told = launches_told(launches_of(executor, blocks, piece), **about)
+            message = f"Blocks compiled ({blocks.mode}) in {seconds:.0f} s. {told}"
+            yield Note(level="info", kind="compile", message=message)
         else:
             yield _failed(blocks)
         return
@@ -126,21 +136,22 @@ def _settled(
     known = _remembered(folder, kind)
     if known is not None:
         blocks.on = known.pays
-        yield _told(known, "an earlier trial on this machine")
+        yield _told(known, "an earlier trial on this machine", **about)
         if blocks.on:
             first_pass(executor, blocks, piece)
     else:
         made = trial(executor, blocks, piece)
         if made is not None:
             remember(folder / FILE, kind, asdict(made))
-            yield _told(made, "a trial")
+            yield _told(made, "a trial", **about)
     if blocks.problem:
         yield _failed(blocks)
 
 
-def _told(made: Trial, source: str) -> Note:
+def _told(made: Trial, source: str, **about: Any) -> Note:
     done = "Blocks are compiled" if made.pays else "Blocks are not compiled"
-    return Note(level="info", kind="compile", message=f"{done}: in {source} that was {made}.")
+    launches = launches_told(made.launches, **about)
+    return Note(level="info", kind="compile", message=f"{done}: in {source} that was {made}. {launches}")
 
 
 def _failed(blocks: CompiledBlocks) -> Note:

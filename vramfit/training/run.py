@@ -20,6 +20,8 @@ from vramfit.data.batches import MicroBatch, StepOrder, split
 from vramfit.data.conversations import Example
 from vramfit.data.prepare import PreparedData
 from vramfit.engine.compiling import CompiledBlocks
+from vramfit.engine.compression import codec_for
+from vramfit.engine.compression import described as described_codec
 from vramfit.engine.drift import Calibrator, Check
 from vramfit.engine.precision import COLLAPSED_LOSS_SCALE, described
 from vramfit.engine.reach import check_gradients_reach
@@ -172,10 +174,18 @@ class Run:
     def compile(self, blocks: CompiledBlocks, *, cache: Path, step: int) -> None:
         """Before the first step, on the rows that it begins with."""
         self.recorder.phase(PhaseProgress(name="loading", detail="compiling the blocks"))
-        piece = self.executor.pieces(self._micro_batches(self.order.rows(step + 1))[0])[0]
-        wish = self.config.memory.compile
-        fewer = self.care.fewer_rows
-        notes = settle(blocks, self.executor, piece, wish=wish, folder=cache, kind=self.care.kind, fewer=fewer)
+        batches = self._micro_batches(self.order.rows(step + 1))
+        pieces = [piece for batch in batches for piece in self.executor.pieces(batch)]
+        notes = settle(
+            blocks,
+            self.executor,
+            pieces[0],
+            wish=self.config.memory.compile,
+            folder=cache,
+            kind=self.care.kind,
+            passes=len(pieces) * self.plan.clip_passes,
+            fewer=self.care.fewer_rows,
+        )
         self.tell(notes, step=step)
 
     def try_rows(self, *, cache: Path, step: int) -> None:
@@ -583,6 +593,8 @@ class Run:
         kernel = kernel_of(self.plan, architecture)
         slow = kernel.makes_scores and self.plan.attention == "sdpa" and self.plan.device != "cpu"
         self._say("warning" if slow else "info", "attention", described_attention(self.plan, kernel))
+        if self.plan.compress:
+            self._say("info", "activations", described_codec(codec_for(self.plan.device), self.plan.device))
         for choice in forecast.plan.reasons:
             if is_idle(choice):
                 self._say("warning", "settings", f"{choice.setting} has {choice.value}: {choice.reason}.")

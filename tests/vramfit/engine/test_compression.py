@@ -10,8 +10,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from vramfit.engine.compression import BLOCK, Compressed, InputCompressor
+from vramfit.config import ScheduleChoice
+from vramfit.engine import compression
+from vramfit.engine.compression import BLOCK, Compressed, InputCompressor, codec_for, described
+from vramfit.engine.optimizers import build_optimizer
 from vramfit.engine.randomness import restart_rounding
+from vramfit.engine.resident import ResidentExecutor
 
 BENCH = Path(__file__).parents[3] / "bench" / "compression.py"
 CPU = torch.device("cpu")
@@ -56,6 +60,28 @@ def test_rounding_by_chance_is_right_in_the_mean(codec):
 @pytest.mark.parametrize("codec", ["int8", "fp8"])
 def test_bytes_are_one_a_number_and_a_scale_per_128(codec):
     assert Compressed.of(torch.randn(64, 256), codec).nbytes == 64 * 256 * (1 + 4 / 128)
+
+
+@pytest.mark.parametrize(("has", "codec"), [(True, "fp8"), (False, "int8")])
+def test_blocks_keep_fp8_where_the_device_computes_in_it_else_int8(tiny, monkeypatch, has, codec):
+    """As planned, and as a governor or a checkpoint set them later; a step is then taken in that format."""
+    asked, kept = [], []
+    monkeypatch.setattr(compression, "has_hardware", lambda device, number: asked.append((str(device), number)) or has)
+    real = Compressed.of.__func__
+    monkeypatch.setattr(
+        Compressed, "of", classmethod(lambda cls, tensor, codec="int8": kept.append(codec) or real(cls, tensor, codec))
+    )
+    # Narrower inputs than the 128 numbers that share a scale are not compressed.
+    model, plan = tiny.build("llama", hidden_size=128, intermediate_size=256), tiny.plan(compress=2)
+    executor = ResidentExecutor(model, plan=plan, optimizer=build_optimizer(model, ScheduleChoice(), plan))
+    batch = tiny.pad(tiny.sequences(12, 9))
+    assert executor.step([batch], 1e-3).loss > 0
+    assert set(kept) == {codec} and set(asked) == {("cpu", "fp8")}
+    kept.clear()
+    executor.set_activations(["keep", "compress"])
+    executor.step([batch], 1e-3)
+    assert set(kept) == {codec}
+    assert described(codec_for("cpu"), "cpu").startswith(f"What compressed blocks keep is in {codec}: cpu ")
 
 
 @pytest.mark.parametrize("codec", ["int8", "fp8"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ def test_a_compiled_run_is_the_run_and_says_so(small_run: Build, kept: Keep, cac
         train(config, folder=tmp_path / wish, cache=cache, recorder=heard[wish])
     assert heard["default"].losses == heard["off"].losses
     (event,) = [event for event in heard["default"].events if event.kind == "compile"]
-    assert "launches a pass before" in event.message
+    found = re.search(r"calls ([\d,]+) of torch's operators without the compiler and ([\d,]+) with it", event.message)
+    assert found is not None and int(found[1].replace(",", "")) > 0
     assert not [event for event in heard["off"].events if event.kind == "compile"]
 
 
@@ -113,7 +115,10 @@ def test_a_trial_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
         blocks = CompiledBlocks(a_model())
         (note,) = settled(blocks, executor, "piece", folder=tmp_path, kind="a card | a model")
         assert blocks.on == (faster > 1)
-        assert f"{faster:.2f} times as fast" in note.message and "900 launches a pass before, 300 after" in note.message
+        assert (
+            f"{faster:.2f} times as fast" in note.message
+            and "a step has 8 such passes, 7,200 and 2,400" in note.message
+        )
     assert tried == ["piece"]
     settled(CompiledBlocks(a_model()), executor, "piece", folder=tmp_path, kind="another")
     assert len(tried) == 2
@@ -129,11 +134,32 @@ def test_a_broken_memory_of_trials_is_tried_again(monkeypatch: pytest.MonkeyPatc
         assert "a trial" in note.message
 
 
+@pytest.mark.parametrize(
+    ("device", "passes", "told"),
+    [
+        (
+            "cuda:0",
+            1,
+            "One pass forward and backward starts 900 kernels on the card without the compiler and 300 with it, and "
+            "what the optimizer does besides.",
+        ),
+        (
+            "cpu",
+            4,
+            "One pass forward and backward calls 900 of torch's operators without the compiler and 300 with it; a step "
+            "has 4 such passes, 3,600 and 1,200, and what the optimizer does besides.",
+        ),
+    ],
+)
+def test_launches_are_told_for_a_pass_and_for_a_step(device: str, passes: int, told: str) -> None:
+    assert compiling.launches_told((900, 300), device=torch.device(device), passes=passes) == told
+
+
 def settled(blocks: CompiledBlocks, executor: Any, piece: Any, *, folder: Path, kind: str) -> list[Any]:
     def never(rows: int, where: str) -> Any:
         raise AssertionError("memory did not run out")
 
-    return list(settle(blocks, executor, piece, wish="auto", folder=folder, kind=kind, fewer=never))
+    return list(settle(blocks, executor, piece, wish="auto", folder=folder, kind=kind, passes=8, fewer=never))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +168,14 @@ def settled(blocks: CompiledBlocks, executor: Any, piece: Any, *, folder: Path, 
         ("auto", 1, 4, False, 0, ["Blocks are not compiled: memory ran out when blocks were compiled, with 4"]),
         ("auto", 1, 1, True, 1, ["Memory ran out when blocks were compiled, with 4", "with 2", "times as fast"]),
         ("auto", 0, 0, False, 1, ["with 4", "with 2", "Blocks are not compiled"]),
-        ("default", 2, 4, True, 2, ["Memory ran out when blocks were compiled, with 4", "launches a pass before"]),
+        (
+            "default",
+            2,
+            4,
+            True,
+            2,
+            ["Memory ran out when blocks were compiled, with 4", "One pass forward and backward calls"],
+        ),
         ("default", 0, 4, False, 1, ["with 4", "with 2", "Blocks are not compiled: memory ran out"]),
     ],
 )
@@ -180,7 +213,7 @@ def test_a_trial_without_room_does_with_less_and_says_so(
         attention_mask=None,
         position_ids=None,
     )
-    notes = list(settle(blocks, executor, piece, wish=wish, folder=tmp_path, kind="a card", fewer=fewer))
+    notes = list(settle(blocks, executor, piece, wish=wish, folder=tmp_path, kind="a card", passes=1, fewer=fewer))
     assert len(notes) == len(told)
     assert all(words in note.message for words, note in zip(told, notes, strict=True))
     assert blocks.on == on and (limits[-1] if limits else 0) == rows

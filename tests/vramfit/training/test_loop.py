@@ -488,6 +488,15 @@ def test_what_a_run_computes_in_is_told(small_run: Build, kept: Keep, cache: Pat
     assert heard.drifts == []
 
 
+def test_the_format_of_what_compressed_blocks_keep_is_told(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path
+) -> None:
+    heard = kept()
+    config = small_run(memory={"activations": "compress"}, output=QUIET, schedule={"max_steps": 1})
+    train(config, folder=tmp_path / "run", cache=cache, recorder=heard)
+    assert told(heard, "activations") == ["What compressed blocks keep is in int8: cpu does not compute in fp8."]
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_checks_against_fp32_leave_the_training_as_it_is(
     small_run: Build, kept: Keep, cache: Path, tmp_path: Path, tiny_model: str, precision: str
