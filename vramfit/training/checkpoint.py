@@ -186,11 +186,12 @@ def _write(folder: Path, *, step: int, tensors: Mapping[str, torch.Tensor | Late
     reach("save: tensors written")
     (folder / VALUES).write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
     files = {name: _fingerprint(folder / name) for name in (TENSORS, VALUES)}
+    for name in files:  # on disk before there is anything that vouches for them
+        _sync_file(folder / name)
     manifest = {"format": FORMAT, "step": step, "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     reach("save: manifest written")
-    for name in (TENSORS, VALUES, MANIFEST):
-        _sync_file(folder / name)
+    _sync_file(folder / MANIFEST)
     _sync_folder(folder)
 
 

@@ -76,6 +76,27 @@ def test_case_113_incomplete_newest_falls_back_to_the_one_before(tmp_path: Path)
     assert checkpoint.leftovers(tmp_path) == []
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="where a descriptor's file is, only Linux tells")
+def test_the_files_are_on_disk_before_the_manifest_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a power cut could leave a manifest that vouches for files that are not there."""
+    synced: list[tuple[str, bool]] = []
+
+    def note(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        folder = path if path.is_dir() else path.parent
+        synced.append((path.name, (folder / checkpoint.MANIFEST).is_file()))
+
+    monkeypatch.setattr(checkpoint.os, "fsync", note)
+    write(tmp_path, 7)
+    partial, written = "step-00000007.partial", [checkpoint.TENSORS, checkpoint.VALUES]
+    assert synced == [
+        *((name, False) for name in written),
+        (checkpoint.MANIFEST, True),
+        (partial, True),
+        (tmp_path.name, False),
+    ]
+
+
 @pytest.mark.parametrize("name", [checkpoint.TENSORS, checkpoint.VALUES, checkpoint.MANIFEST])
 def test_damaged_newest_is_named_and_the_one_before_is_used(tmp_path: Path, name: str) -> None:
     write(tmp_path, 10)
