@@ -127,11 +127,12 @@ def newest(root: Path) -> Newest | None:
 
 
 def peek(root: Path) -> dict[str, Any]:
-    """The newest complete checkpoint's plain values as they are written there, unverified: for what can be decided
-    before it is loaded. {} where there is none, or it cannot be read."""
-    for _, path in reversed(_complete(root) if root.is_dir() else []):
+    """The newest complete checkpoint's plain values as they are written there, their hash unchecked: for what can be
+    decided before it is loaded. {} where there is none, or it cannot be read."""
+    for _, path in reversed(_complete(root)):
         try:
-            values = load_json(_text(path / VALUES, most=_VALUES_BYTES))
+            _check_files(path)
+            values = load_json(_content(path / VALUES, most=_VALUES_BYTES))
         except (OSError, ValueError, CheckpointError):
             continue
         return values if isinstance(values, dict) else {}
@@ -215,7 +216,7 @@ def _verify(folder: Path, *, step: int) -> dict[str, Any]:
     """
     try:
         _check_files(folder)
-        manifest = load_json(_text(folder / MANIFEST, most=_MANIFEST_BYTES))
+        manifest = load_json(_content(folder / MANIFEST, most=_MANIFEST_BYTES))
         if manifest.get("format") != FORMAT:
             raise CheckpointError(f"{folder.name} has format {manifest.get('format')!r}, this version reads {FORMAT!r}")
         if manifest["step"] != step:
@@ -223,11 +224,12 @@ def _verify(folder: Path, *, step: int) -> dict[str, Any]:
         strange = sorted(set(manifest["files"]) - {TENSORS, VALUES})
         if strange:
             raise CheckpointError(f"{folder.name} names {strange[0]!r} in its manifest, which is not part of one")
+        content = _content(folder / VALUES, most=_VALUES_BYTES)
         for name in (TENSORS, VALUES):
             if manifest["files"][name] != _fingerprint(folder / name):
                 raise CheckpointError(f"{folder.name}/{name} does not match its manifest")
         check_safetensors(folder / TENSORS)
-        values = load_json((folder / VALUES).read_text(encoding="utf-8"))
+        values = load_json(content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder.name} cannot be read ({type(error).__name__})") from error
     except ModelError as error:
@@ -252,11 +254,14 @@ def _check_files(folder: Path) -> None:
             raise CheckpointError(f"{folder.name} holds {path.name}, a kind of file that can run code when it is read")
 
 
-def _text(path: Path, *, most: int) -> str:
-    size = path.stat().st_size
-    if size > most:
-        raise CheckpointError(f"{path.parent.name}/{path.name} has {size:,} bytes; {most:,} are the most")
-    return path.read_text(encoding="utf-8")
+def _content(path: Path, *, most: int) -> bytes:
+    """A plain file's bytes. No more of it are read than a byte above `most`, whatever it becomes meanwhile. Raises
+    CheckpointError: it has more."""
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise CheckpointError(f"{path.parent.name}/{path.name} has {path.stat().st_size:,} bytes; {most:,} are the most")
+    return content
 
 
 def _complete(root: Path) -> list[tuple[int, Path]]:

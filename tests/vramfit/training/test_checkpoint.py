@@ -335,6 +335,24 @@ def test_a_pipe_that_would_be_waited_on_for_ever_is_refused(hostile: Path) -> No
     assert "values.json is not a plain file" in refusal(hostile.parent)
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+@pytest.mark.parametrize("kind", ["pipe", "endless", "big"])
+def test_a_look_at_the_values_neither_waits_nor_reads_without_end(
+    hostile: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A resume looks at them before the checkpoint is verified."""
+    values = hostile / checkpoint.VALUES
+    if kind == "big":
+        monkeypatch.setattr(checkpoint, "_VALUES_BYTES", 1024)
+        forge(hostile, values={"text": "x" * 1024})
+    else:
+        values.unlink()
+        os.mkfifo(values) if kind == "pipe" else values.symlink_to("/dev/zero")
+    assert checkpoint.peek(hostile.parent) == {"seed": 7, "step": 10}
+    words = {"pipe": "is not a plain file", "endless": "is a link to /dev/zero", "big": "1,024 are the most"}
+    assert words[kind] in refusal(hostile.parent)
+
+
 @pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "hook.txt"])
 def test_a_manifest_that_names_another_file_is_refused(hostile: Path, name: str) -> None:
     forge(hostile, files={name: {"bytes": 0, "sha256": ""}})
