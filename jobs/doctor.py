@@ -200,7 +200,7 @@ def _of_folders(data_dir: Path, rows: Sequence[dict[str, Any]]) -> Iterator[Find
 def _of_leftovers(folder: Path) -> Iterator[Finding]:
     """What a crash left of a checkpoint or of a result."""
     for path in checkpoint.leftovers(folder / "checkpoints"):
-        yield _leftover(path, "an unfinished or half-removed checkpoint")
+        yield _leftover(path, "an unfinished or half-removed checkpoint, or one without its manifest")
     partial, old, result = folder / "export.partial", folder / "export.old", folder / "export"
     if partial.is_dir():
         yield _leftover(partial, "an unfinished result")

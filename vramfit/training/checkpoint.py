@@ -7,7 +7,8 @@
 
 Commit order: files, fsync; manifest, fsync; rename from a `.partial` name; fsync of the parent folder. So a crash
 leaves either the whole checkpoint or a folder that is not taken for one. Rotation goes by step number, never by file
-time, and touches only folders of this form.
+time, and touches only folders of this form; what it removes loses its name first (`.removed`). So a folder under a
+whole one's name without a manifest has lost it: a resume sets it aside (`.incomplete`) until the next checkpoint.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ FORMAT = "vramfit-checkpoint-1"
 TENSORS, VALUES, MANIFEST = "tensors.safetensors", "values.json", "manifest.json"
 
 _NAME = re.compile(r"^step-(\d{8})$")
+_UNFINISHED, _REMOVED, _ASIDE = ".partial", ".removed", ".incomplete"
 _MANIFEST_BYTES = 2**20
 _VALUES_BYTES = 2**26
 _CAN_RUN_CODE = {".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib", ".dill", ".py", ".pyc", ".so", ".dll"}
@@ -87,10 +89,10 @@ def save(
     """
     needed = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
     final = root / f"step-{step:08d}"
-    partial = root / f"{final.name}.partial"
+    partial = root / f"{final.name}{_UNFINISHED}"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        sweep(root)
+        _sweep(root, _UNFINISHED, _REMOVED)
         _check_room(root, needed)
         reach("save: before the files")
         _write(partial, step=step, tensors=tensors, values=values)
@@ -104,6 +106,7 @@ def save(
         raise _disk_error(error, root, needed) from error
     rotate(root, step=step, keep=keep, best=best, keep_every=keep_every)
     _remove([path for at, path in _own(root) if at > step])
+    _sweep(root)  # also what was set aside: nobody needs it now
     return final
 
 
@@ -149,6 +152,19 @@ def steps(root: Path) -> list[int]:
     return [step for step, _ in _complete(root)]
 
 
+def refuse_another_run(root: Path) -> None:
+    """A run that begins has no checkpoints yet: those of another run would be rotated away as if they were its own.
+
+    Raises CheckpointError.
+    """
+    old = steps(root)
+    if old:
+        raise CheckpointError(
+            f"{root} holds {len(old)} checkpoint{'s' if len(old) > 1 else ''} of another run, the newest of step {old[-1]:,}",
+            "Give this run a folder of its own, or resume the run that is there.",
+        )
+
+
 def damaged(root: Path) -> list[str]:
     """What is wrong with each complete checkpoint under `root` that is damaged or not ours, by name, oldest first."""
     found = []
@@ -161,22 +177,51 @@ def damaged(root: Path) -> list[str]:
 
 
 def leftovers(root: Path) -> list[Path]:
-    """What a crash left behind: unfinished folders, and old ones whose removal was cut short."""
+    """What is no checkpoint of the folders under `root` that are named like one: unfinished, half removed, set aside, or
+    without a manifest."""
     if not root.is_dir():
         return []
     found = []
     for path in sorted(root.iterdir()):
-        unfinished = path.name.endswith(".partial") and _NAME.match(path.name.removesuffix(".partial"))
-        half_removed = _NAME.match(path.name) and not (path / MANIFEST).is_file()
-        if (unfinished or half_removed) and path.is_dir() and not path.is_symlink():
-            found.append(path)
+        name, dot, kind = path.name.partition(".")
+        lost = not dot and not (path / MANIFEST).is_file()
+        if _NAME.match(name) and (lost or dot + kind in (_UNFINISHED, _REMOVED, _ASIDE)):
+            if path.is_dir() and not path.is_symlink():
+                found.append(path)
     return found
 
 
-def sweep(root: Path) -> None:
-    """Remove what a crash left behind. Only the trainer whose run this is may do so."""
+def tidy(root: Path) -> list[str]:
+    """Before a run begins or goes on: remove what a crash left behind, and set aside what holds tensors and has lost its
+    manifest. Returns what a person should know of it, a sentence each.
+
+    Only the trainer whose run this is may do so.
+    """
+    told = []
     for path in leftovers(root):
-        shutil.rmtree(path, ignore_errors=True)
+        step = int(path.name.partition(".")[0].removeprefix("step-"))
+        if path.suffix == _UNFINISHED:
+            told.append(f"The save of step {step:,} was cut short; what it had written is removed.")
+        elif not path.suffix and (path / TENSORS).exists():
+            aside = path.with_name(f"{path.name}{_ASIDE}")
+            shutil.rmtree(aside, ignore_errors=True)
+            try:
+                path.rename(aside)
+            except OSError:  # in use (Windows): it stays where it is
+                aside = path
+            told.append(
+                f"The checkpoint of step {step:,} has lost its {MANIFEST} and is passed over: it cannot be told whether "
+                f"it is whole. It is kept as {aside.name} until the next one is complete."
+            )
+    _sweep(root, _UNFINISHED, _REMOVED)
+    return told
+
+
+def _sweep(root: Path, *kinds: str) -> None:
+    """Remove leftovers, or only those whose name ends in one of `kinds`."""
+    for path in leftovers(root):
+        if not kinds or path.suffix in kinds:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _write(folder: Path, *, step: int, tensors: Mapping[str, torch.Tensor | Later], values: Mapping[str, Any]) -> None:
@@ -289,11 +334,15 @@ def _own(root: Path) -> list[tuple[int, Path]]:
 
 def _remove(checkpoints: Iterable[Path]) -> None:
     for path in checkpoints:
-        # The manifest goes first: a half-removed checkpoint must not be taken for a whole one.
+        # The name goes first: a half-removed checkpoint must not be taken for a whole one, nor for one that lost a part.
+        gone = path.with_name(f"{path.name}{_REMOVED}")
+        try:
+            path.rename(gone)
+        except OSError:  # in use (Windows): it stays whole, and the next save tries again
+            continue
         with contextlib.suppress(OSError):
-            (path / MANIFEST).unlink()
             reach("save: rotating")
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def _check_room(root: Path, needed: int) -> None:

@@ -57,8 +57,10 @@ def train(
     Stops at the next step boundary, with a checkpoint, once `should_stop()` is true. With `resume` it goes on from the
     newest complete checkpoint in `folder`; `if_changed` (None: the config's) is what to do where that is of other data
     or another base. Raises UserError (WontFit, DataError, ModelError, ...) before step 1 when
-    the run cannot work.
+    the run cannot work; CheckpointError where, without `resume`, the folder holds another run's checkpoints.
     """
+    if not resume:
+        checkpoint.refuse_another_run(folder / CHECKPOINTS)
     recorder.phase(PhaseProgress(name="loading", detail="the tokenizer"))
     machine = machine or probe(folder)
     architecture = read_architecture(config.model)
@@ -109,6 +111,7 @@ def train(
     run.report_preparation(forecast, architecture)
     run.check_adapters(architecture)
 
+    run.tidy()
     done = run.resume(if_changed or config.output.if_changed) if resume else 0
     run.tell(care.heed_limits(resumed=done > 0), step=done)
     if done == 0 and run.tries_rows(forecast.seconds):

@@ -307,9 +307,13 @@ class Run:
             self.saver.wait()
         self.tell_saved()
 
+    def tidy(self) -> None:
+        """Remove or set aside what a crash has left of checkpoints, and tell it."""
+        for message in checkpoint.tidy(self.folder / CHECKPOINTS):
+            self._say("warning", "checkpoint", message)
+
     def resume(self, if_changed: IfChanged) -> int:
         """Load the newest complete checkpoint and return its step; 0 when the run has none yet."""
-        checkpoint.sweep(self.folder / CHECKPOINTS)
         found = checkpoint.newest(self.folder / CHECKPOINTS)
         if found is None:
             self._say("info", "resume", "There is no checkpoint yet: the run starts from the beginning.")

@@ -64,16 +64,72 @@ def test_case_115_rotation_touches_only_its_own_folders(tmp_path: Path) -> None:
     assert all(folder.is_dir() for folder in strange)
 
 
+def test_case_115_a_run_that_begins_refuses_a_folder_with_checkpoints_of_another(tmp_path: Path) -> None:
+    checkpoint.refuse_another_run(tmp_path / "absent")
+    (tmp_path / "checkpoint-500").mkdir()
+    checkpoint.refuse_another_run(tmp_path)
+    for step in (500, 600, 700):
+        write(tmp_path, step)
+    with pytest.raises(CheckpointError, match=r"holds 3 checkpoints of another run, the newest of step 700") as refused:
+        checkpoint.refuse_another_run(tmp_path)
+    assert "a folder of its own" in refused.value.remedy
+
+
 def test_case_113_incomplete_newest_falls_back_to_the_one_before(tmp_path: Path) -> None:
+    """With notice, and what there is of it set aside until another one is complete."""
     write(tmp_path, 10)
     (write(tmp_path, 20) / checkpoint.MANIFEST).unlink()
     found = checkpoint.newest(tmp_path)
     assert found is not None
     assert found.checkpoint.step == 10
-    assert [path.name for path in checkpoint.leftovers(tmp_path)] == ["step-00000020"], "not taken for a checkpoint"
+    (told,) = checkpoint.tidy(tmp_path)
+    assert "of step 20 has lost its manifest.json and is passed over" in told
+    assert "kept as step-00000020.incomplete until" in told
+    aside = tmp_path / "step-00000020.incomplete"
+    assert (aside / checkpoint.TENSORS).is_file() and (aside / checkpoint.VALUES).is_file()
+    assert checkpoint.tidy(tmp_path) == [], "told once"
+    assert checkpoint.leftovers(tmp_path) == [aside], "and still there"
+    assert checkpoint.steps(tmp_path) == [10], "not taken for a checkpoint"
     write(tmp_path, 20)
     assert checkpoint.steps(tmp_path) == [10, 20]
     assert checkpoint.leftovers(tmp_path) == []
+
+
+def test_case_113_a_save_that_fails_leaves_what_was_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 10)
+    for _ in range(2):  # lost twice: only the newer one is kept
+        (write(tmp_path, 20) / checkpoint.MANIFEST).unlink()
+        assert len(checkpoint.tidy(tmp_path)) == 1
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint.os, "fsync", fail)
+    with pytest.raises(OutOfDisk):
+        write(tmp_path, 20)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000020.incomplete"]
+
+
+def test_case_113_a_save_that_was_cut_short_is_told_and_removed(tmp_path: Path) -> None:
+    write(tmp_path, 10)
+    write(tmp_path, 20).rename(tmp_path / "step-00000020.partial")
+    (tmp_path / "step-00000005.removed").mkdir()  # rotation is no event
+    (tmp_path / "step-00000040").mkdir()
+    assert checkpoint.tidy(tmp_path) == ["The save of step 20 was cut short; what it had written is removed."]
+    assert [path.name for path in checkpoint.leftovers(tmp_path)] == ["step-00000040"], "empty: the next save removes it"
+    write(tmp_path, 20)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000020"]
+
+
+def test_what_rotation_could_not_finish_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed while it removes an old one: that has lost its name before its first file."""
+    write(tmp_path, 10, keep=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "rmtree", lambda *_, **__: None)
+        write(tmp_path, 20, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010.removed", "step-00000020"]
+    assert checkpoint.tidy(tmp_path) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000020"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="where a descriptor's file is, only Linux tells")

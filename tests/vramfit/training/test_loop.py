@@ -211,6 +211,34 @@ def test_resume_without_a_checkpoint_says_so_and_begins(
     assert len(heard.metrics) == 7
 
 
+def test_case_113_a_resume_tells_of_a_checkpoint_that_lost_its_manifest_and_goes_on_from_the_one_before(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path
+) -> None:
+    config = small_run(output={"checkpoint_every": 2, "evaluate_every": 0, "keep_checkpoints": 5})
+    first, second = kept(), kept()
+    train(config, folder=tmp_path / "run", cache=cache, recorder=first, should_stop=stop_after(first, 4))
+    (tmp_path / "run" / CHECKPOINTS / "step-00000004" / checkpoint.MANIFEST).unlink()
+    train(config, folder=tmp_path / "run", cache=cache, recorder=second, resume=True)
+    (event,) = [event for event in second.events if "has lost its manifest.json" in event.message]
+    assert (event.level, event.kind) == ("warning", "checkpoint")
+    assert [step.step for step in second.metrics] == [3, 4, 5, 6, 7]
+    assert second.losses[:2] == first.losses[2:], "the same steps again, to the same bits"
+    assert checkpoint.leftovers(tmp_path / "run" / CHECKPOINTS) == []
+
+
+def test_case_115_a_folder_with_checkpoints_of_another_run_is_refused_and_left_as_it_is(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path
+) -> None:
+    """Its first checkpoint would be older by number than all of the other run's, and take their place."""
+    config, old = small_run(schedule={"max_steps": 3}), tmp_path / "old" / CHECKPOINTS
+    for step in (500, 600, 700):
+        checkpoint.save(old, step=step, tensors={"w": torch.ones(2)}, values={}, keep=3)
+    with pytest.raises(CheckpointError, match="holds 3 checkpoints of another run, the newest of step 700"):
+        train(config, folder=tmp_path / "old", cache=cache, recorder=kept())
+    assert checkpoint.steps(old) == [500, 600, 700]
+    assert checkpoint.damaged(old) == []
+
+
 def test_case_107_the_same_seed_gives_the_same_run(small_run: Build, kept: Keep, cache: Path, tmp_path: Path) -> None:
     runs = []
     for name, seed in (("a", 5), ("b", 5), ("c", 6)):
