@@ -25,7 +25,7 @@ from vramfit.engine.threads import let_threads_sleep
 from vramfit.errors import UserError
 from vramfit.hardware.devices import probe
 from vramfit.training import checkpoint
-from vramfit.training.inputs import IfChanged, changes, marks_of, settle_changes
+from vramfit.training.inputs import IfChanged, Marks, changes, hub_mark, marks_of, settle_changes
 from vramfit.training.metrics import Event, PhaseProgress, RunResult
 
 Train = Callable[[Attempt, bool], RunResult]
@@ -76,7 +76,7 @@ def _train(session: Attempt, resume: bool) -> RunResult:
     if job.config_error is not None:
         raise job.config_error
     if_changed = "go on" if job.accepted else job.config.output.if_changed
-    check_inputs(session, if_changed)
+    marks = check_inputs(session, if_changed)
     from vramfit.training.loop import train  # seconds, which what was refused above has not to wait for
 
     others = [other for other in session.store.active_jobs() if other.id != job.id]
@@ -92,19 +92,38 @@ def _train(session: Attempt, resume: bool) -> RunResult:
         resume=resume,
         if_changed=if_changed,
         machine=machine,
+        opened=lambda: check_hub(session, if_changed, told=marks),
     )
 
 
-def check_inputs(session: Attempt, if_changed: IfChanged) -> None:
-    """Tell what of the job's data, model and libraries is no longer as it was when the job was queued.
+def check_inputs(session: Attempt, if_changed: IfChanged) -> Marks:
+    """Tell what of the job's data, model and libraries is no longer as it was when the job was queued. Returns their
+    marks now.
 
     Raises Changed or CheckpointError where the run is not to go on with that.
     """
     job, now = session.job, marks_of(session.job.config)
     if job.frozen is None:
         session.store.freeze(job.id, config=job.config, marks=now)
-        return
+        return now
     for message in settle_changes(changes(job.frozen, now), if_changed, since="the run was queued"):
+        tell(session, "warning", "changed", message)
+    return now
+
+
+def check_hub(session: Attempt, if_changed: IfChanged, *, told: Marks) -> None:
+    """As `check_inputs`, for a model of the hub once it is loaded: which commit it is, is decided by loading it.
+
+    `told` are the marks of before. A first commit becomes a mark of the job. Raises as `check_inputs`.
+    """
+    job = session.store.job(session.job.id)
+    now, frozen = hub_mark(job.config), job.frozen or {}
+    before = frozen.get("model", {})
+    if not now.keys() <= before.keys():
+        session.store.mark_more(job.id, attempt=job.attempt, marks={**frozen, "model": {**before, **now}})
+    if now.items() <= told["model"].items():
+        return
+    for message in settle_changes(changes({"model": before}, {"model": now}), if_changed, since="the run was queued"):
         tell(session, "warning", "changed", message)
 
 

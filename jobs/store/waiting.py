@@ -319,6 +319,11 @@ class Waiting(Measured):
             if row is not None and config_of(row["config"])[0] == config:
                 db.execute("UPDATE jobs SET frozen = ? WHERE id = ?", [as_json(marks), id_])
 
+    def mark_more(self, id_: int, *, attempt: int, marks: Marks) -> None:
+        """Keep marks that hold more than those of before: what was fetched only when this attempt began."""
+        with self._write(durable=True) as db:
+            db.execute("UPDATE jobs SET frozen = ? WHERE id = ? AND attempt = ?", [as_json(marks), id_, attempt])
+
 
 @contextmanager
 def _folders_undone() -> Iterator[list[Path]]:

@@ -12,7 +12,7 @@ from jobs import freezer as freezer_module
 from jobs import run_job
 from jobs.attempt import Attempt
 from jobs.freezer import Freezer
-from jobs.run_job import check_inputs, run
+from jobs.run_job import Train, check_hub, check_inputs, run
 from jobs.store import SUPERVISOR_LEASE, Store
 from vramfit.config import RunConfig
 from vramfit.training.inputs import Marks
@@ -46,11 +46,11 @@ def trained(session: Attempt, resume: bool) -> RunResult:
     )
 
 
-def attempt(store: Store, id_: int) -> None:
+def attempt(store: Store, id_: int, train: Train = trained) -> None:
     store.take_lease(SUPERVISOR_LEASE, owner="me", alive=lambda *_: True)
     claimed = store.claim_next("me")
     assert claimed is not None and claimed.id == id_
-    run(store, id_, attempt=claimed.attempt, train=trained)
+    run(store, id_, attempt=claimed.attempt, train=train)
 
 
 def test_each_waiting_job_is_marked_once_and_again_when_its_settings_change(store: Store, rows: Path) -> None:
@@ -93,6 +93,83 @@ def test_data_that_changed_in_the_queue_pauses_the_run_until_it_is_resumed(store
     attempt(store, id_)
     assert store.job(id_).state == "succeeded"
     assert store.job(id_).frozen is not None
+
+
+class Hub:
+    """A cache of the hub's, made by hand, and a trainer that loads what main is while it does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.place = folder / "models--someone--tiny" / "refs" / "main"
+        self.place.parent.mkdir(parents=True)
+        self.loads = ""
+
+    def has(self, letter: str) -> None:
+        self.place.write_text(letter * 40, encoding="ascii")
+
+    def train(self, session: Attempt, resume: bool) -> RunResult:
+        if_changed = "go on" if session.job.accepted else session.job.config.output.if_changed
+        marks = check_inputs(session, if_changed)
+        if self.loads:
+            self.has(self.loads)
+        check_hub(session, if_changed, told=marks)
+        return RunResult(
+            steps=1, total_steps=2, stopped=True, final_loss=1.0, eval_loss=None, peak_allocated_bytes=0, export=None
+        )
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    return Hub(tmp_path)
+
+
+def on_the_hub(rows: Path, if_changed: str) -> RunConfig:
+    values = {"model": {"source": "someone/tiny"}, "method": "lora", "data": {"paths": [str(rows)]}}
+    return RunConfig.parse({**values, "output": {"if_changed": if_changed}})
+
+
+NAME = "someone/tiny (main)"
+MOVED = f"The model changed since the run was queued: {NAME} was commit {'a' * 40}, is commit {'b' * 40}."
+
+
+def test_a_branch_of_the_hub_that_moved_on_in_the_queue_asks(store: Store, rows: Path, hub: Hub) -> None:
+    hub.has("a")
+    id_ = store.add_job(on_the_hub(rows, "ask"))
+    Freezer(store).freeze_next()
+    hub.has("b")
+    attempt(store, id_, hub.train)
+    assert (store.job(id_).state, store.job(id_).failure) == ("paused", MOVED)
+    store.enqueue(id_)
+    attempt(store, id_, hub.train)
+    assert store.job(id_).frozen["model"] == {NAME: f"commit {'b' * 40}"}  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("choice", "state"), [("ask", "paused"), ("go on", "cancelled"), ("refuse", "failed")])
+def test_a_branch_that_moves_on_while_it_is_loaded_is_noticed_once(
+    store: Store, rows: Path, hub: Hub, choice: str, state: str
+) -> None:
+    hub.has("a")
+    id_ = store.add_job(on_the_hub(rows, choice))
+    Freezer(store).freeze_next()
+    hub.loads = "b"
+    attempt(store, id_, hub.train)
+    told = [event.message for event in store.events(id_) if event.kind == "changed"]
+    assert store.job(id_).state == state
+    assert (told if choice == "go on" else [store.job(id_).failure]) == [MOVED]
+
+
+def test_what_was_fetched_first_by_the_run_is_compared_when_it_goes_on(store: Store, rows: Path, hub: Hub) -> None:
+    id_ = store.add_job(on_the_hub(rows, "ask"))
+    Freezer(store).freeze_next()
+    assert store.job(id_).frozen["model"] == {}  # type: ignore[index]
+    hub.loads = "a"
+    attempt(store, id_, hub.train)
+    assert (store.job(id_).state, store.events(id_)) == ("cancelled", [])
+    assert store.job(id_).frozen["model"] == {NAME: f"commit {'a' * 40}"}  # type: ignore[index]
+    hub.loads = "b"
+    store.enqueue(id_)
+    attempt(store, id_, hub.train)
+    assert (store.job(id_).state, store.job(id_).failure) == ("paused", MOVED)
 
 
 @pytest.mark.parametrize(("choice", "state"), [("go on", "succeeded"), ("refuse", "failed")])

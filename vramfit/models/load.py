@@ -24,6 +24,7 @@ from vramfit.models.architecture import Architecture, is_quantised
 from vramfit.models.attention import implementation
 from vramfit.models.catalogue import architecture_in, architecture_of, may_be_hub_id
 from vramfit.models.files import check_folder, read_config, weight_files
+from vramfit.models.hub_commit import hub_commit
 from vramfit.models.tokenizer import cannot_load, load_options, local_folder
 from vramfit.planning.plan import Plan
 from vramfit.planning.stored import QUANTISED
@@ -114,13 +115,16 @@ def check_weights(config: RunConfig) -> None:
 
 
 def weights_fingerprint(config: RunConfig) -> str:
-    """What tells a base from another of the same shape: size, beginning (with all names) and end of each of its files.
+    """What tells a base from another of the same shape: size, beginning (with all names) and end of each of its files;
+    of a model of the hub the commit that is in this machine's cache.
 
-    "" where a checkpoint has all weights, or they come from the hub, whose revisions do not change.
+    "" where a checkpoint has all weights.
     """
-    folder = local_folder(config.model)
-    if config.trains_all or config.model.source == STARTER_MODEL or folder is None:
+    if config.trains_all or config.model.source == STARTER_MODEL:
         return ""
+    folder = local_folder(config.model)
+    if folder is None:
+        return hub_commit(config.model)
     found = hashlib.sha256()
     for path in weight_files(folder):
         with path.open("rb") as file:

@@ -3,8 +3,9 @@
 A mark is the size and the SHA-256 of a file's bytes. Of files above FULL_BYTES it is the size, the time of the last
 write and the SHA-256 of PIECES pieces of PIECE_BYTES, evenly spread from the first byte to the last, so that the marks
 of any model take a second or two. Marked are the data's files, and of a local model's folder its weights, its index,
-and every .json, .jinja, .model and .txt file: config, tokenizer and template. The starter and models of the hub (whose
-revisions do not change) have none. No torch.
+and every .json, .jinja, .model and .txt file: config, tokenizer and template. A model of the hub is marked by its
+commit in this machine's cache: its branches move on. Before it was ever fetched it has no mark, which is no change. The
+starter has none. No torch.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from vramfit.config import STARTER_MODEL, RunConfig
 from vramfit.data.sources import find_files
 from vramfit.errors import Changed, CheckpointError, UserError
 from vramfit.models.files import weight_files
+from vramfit.models.hub_commit import MAIN, hub_commit
 from vramfit.models.tokenizer import local_folder
 
 IfChanged = Literal["ask", "go on", "refuse"]
@@ -30,6 +32,7 @@ FULL_BYTES: Final = 256 * 2**20
 PIECES: Final = 64
 PIECE_BYTES: Final = 64 * 2**10
 GONE: Final = "gone"
+COMMIT: Final = "commit "
 
 _DESCRIBES: Final = (".json", ".jinja", ".model", ".txt")
 _LIBRARIES: Final = ("torch", "transformers", "tokenizers", "peft", "bitsandbytes")
@@ -41,9 +44,16 @@ def marks_of(config: RunConfig) -> Marks:
     it, since the run itself will say what is wrong."""
     return {
         "data": {str(path): _mark(path) for path in _data_files(config)},
-        "model": {str(path): _mark(path) for path in _model_files(config)},
+        "model": hub_mark(config) or {str(path): _mark(path) for path in _model_files(config)},
         "versions": versions(),
     }
+
+
+def hub_mark(config: RunConfig) -> dict[str, str]:
+    """The mark of a model of the hub, as it is in this machine's cache now; {} where that has none."""
+    commit = hub_commit(config.model)
+    name = f"{config.model.source} ({config.model.revision or MAIN})"
+    return {name: f"{COMMIT}{commit}"} if commit else {}
 
 
 def versions() -> dict[str, str]:
@@ -74,6 +84,8 @@ def changes(before: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[s
         else:
             told = [_change(path, old.get(path), marks.get(path)) for path in sorted(old.keys() | marks.keys())]
         told = [each for each in told if each]
+        if not told:
+            continue
         more = f" and {len(told) - _TOLD} more" if len(told) > _TOLD else ""
         found[part] = "; ".join(told[:_TOLD]) + more
     return found
@@ -99,6 +111,8 @@ def settle_changes(found: Mapping[str, str], if_changed: IfChanged, *, since: st
 def _change(path: str, old: str | None, new: str | None) -> str:
     if old == new:
         return ""
+    if any(mark is not None and mark.startswith(COMMIT) for mark in (old, new)):
+        return f"{path} was {old}, is {new}" if old and new else ""  # else not in the cache then, or not now
     if new is None or new == GONE:
         return f"{path} is gone"
     if old is None or old == GONE:

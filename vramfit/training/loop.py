@@ -51,12 +51,14 @@ def train(
     resume: bool = False,
     if_changed: IfChanged | None = None,
     machine: Machine | None = None,
+    opened: Callable[[], None] = lambda: None,
 ) -> RunResult:
     """Train one run and leave its checkpoints and result in `folder`.
 
     Stops at the next step boundary, with a checkpoint, once `should_stop()` is true. With `resume` it goes on from the
     newest complete checkpoint in `folder`; `if_changed` (None: the config's) is what to do where that is of other data
-    or another base. Raises UserError (WontFit, DataError, ModelError, ...) before step 1 when
+    or another base. `opened` is called once the model is loaded, when what came from the hub is known; what it raises
+    ends the run. Raises UserError (WontFit, DataError, ModelError, ...) before step 1 when
     the run cannot work; CheckpointError where, without `resume`, the folder holds another run's checkpoints.
     """
     if not resume:
@@ -96,6 +98,7 @@ def train(
     executor = open_executor(
         config, forecast, cache=cache, folder=folder, start_file=folder / ADAPTER_START, resumed=goes_on
     )
+    opened()
     care = care_for(executor, forecast, config=config, architecture=architecture, machine=machine, cache=cache)
     run = Run(
         config=config,

@@ -90,12 +90,14 @@ class Run:
     peak_allocated_bytes: int = 0
     micro_batch: int = field(init=False)
     health: Health = field(init=False)
+    base: str = field(init=False)  # as it was loaded: a branch of the hub may move on meanwhile
     calibrate_every: int = field(init=False)
     told_to_wait: bool = False
     _process: psutil.Process = field(default_factory=psutil.Process)
 
     def __post_init__(self) -> None:
         self.micro_batch = self.plan.micro_batch
+        self.base = weights_fingerprint(self.config)
         choice = self.config.health
         self.health = Health(
             refusals=Refusals(choice.refused_steps),
@@ -534,13 +536,15 @@ class Run:
             "sequences_per_step": self.config.schedule.sequences_per_step,
             "total_steps": self.order.total_steps,
             "seed": self.config.seed,
-            "base": weights_fingerprint(self.config),
+            "base": self.base,
         }
 
     def _check_identity(self, saved: dict[str, Any], if_changed: IfChanged, *, step: int) -> None:
         """Other settings are refused. Other data or another base: as `if_changed` says, while steps are left."""
         now = self._identity()
         changed = [name for name in now if saved.get(name) != now[name]]
+        if "base" in changed and not saved.get("base"):  # of an earlier version, which noted no commit of the hub
+            changed.remove("base")
         if not changed:
             return
         told = "; ".join(f"{name} was {saved.get(name)}, is {now[name]}" for name in changed)

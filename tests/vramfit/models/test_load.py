@@ -248,6 +248,16 @@ def test_memory_that_runs_out_while_loading_is_not_blamed_on_the_files(small, mo
     assert "streams" in told.value.remedy
 
 
+def test_a_base_of_the_hub_is_told_by_the_commit_that_lies_here(small, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    place = tmp_path / "models--someone--tiny" / "refs" / "main"
+    place.parent.mkdir(parents=True)
+    for commit in ("a" * 40, "b" * 40):
+        place.write_text(commit, encoding="ascii")
+        assert weights_fingerprint(small.config("someone/tiny", "lora")) == commit
+    assert weights_fingerprint(small.config("someone/tiny", "full")) == "", "its checkpoints have all weights"
+
+
 def test_a_base_is_told_from_another_of_its_shape_and_not_by_where_it_lies(small, model_folder, tmp_path):
     import shutil
 

@@ -43,6 +43,24 @@ def test_what_is_marked_and_that_touching_a_small_file_changes_nothing(config: R
     assert (started["data"], started["model"]) == ({}, {})
 
 
+def test_a_model_of_the_hub_is_marked_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not in the cache then, or is not now, is no change: which commit it is, loading it will tell."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    config = RunConfig.parse({"method": "lora", "model": {"source": "someone/tiny"}})
+    place = tmp_path / "models--someone--tiny" / "refs" / "main"
+    place.parent.mkdir(parents=True)
+    never = marks_of(config)
+    place.write_text("a" * 40, encoding="ascii")
+    before = marks_of(config)
+    assert (never["model"], before["model"]) == ({}, {"someone/tiny (main)": f"commit {'a' * 40}"})
+    assert changes(never, before) == changes(before, never) == {}
+    place.write_text("b" * 40, encoding="ascii")
+    told = {"model": f"someone/tiny (main) was commit {'a' * 40}, is commit {'b' * 40}"}
+    assert changes(before, marks_of(config)) == told
+    with pytest.raises(Changed, match="The model changed since the run was queued: someone/tiny"):
+        settle_changes(told, "ask", since="the run was queued")
+
+
 @pytest.mark.parametrize(
     ("name", "part"),
     [("rows.jsonl", "data"), ("model/tokenizer.json", "model"), ("model/model.safetensors", "model")],

@@ -272,6 +272,32 @@ def tiny_llama(folder: Path, cache: Path) -> Path:
     return folder
 
 
+def test_adapters_of_a_hubs_model_ask_before_they_go_on_with_another_commit_of_it(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a cache made by hand, without the network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    place = tmp_path / "hub" / "models--someone--tiny"
+    for letter in "ab":
+        tiny_llama(place / "snapshots" / (letter * 40), cache)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("a" * 40, encoding="ascii")
+    config = small_run(method="lora", model={"source": "someone/tiny"}, output={"evaluate_every": 0})
+    heard, opened, run_folder = kept(), [], tmp_path / "run"
+    stop = stop_after(heard, 2)
+    train(config, folder=run_folder, cache=cache, recorder=heard, should_stop=stop, opened=lambda: opened.append(1))
+    assert opened == [1]
+    assert checkpoint.load(run_folder / CHECKPOINTS, 2).values["identity"]["base"] == "a" * 40
+    (place / "refs" / "main").write_text("b" * 40, encoding="ascii")
+    with pytest.raises(Changed, match=f"base was {'a' * 40}, is {'b' * 40}"):
+        train(config, folder=run_folder, cache=cache, recorder=kept(), resume=True)
+    again = kept()
+    train(config, folder=run_folder, cache=cache, recorder=again, resume=True, if_changed="go on")
+    assert [step.step for step in again.metrics] == [3, 4, 5, 6, 7]
+    assert any(f"base was {'a' * 40}" in message for message in told(again, "changed"))
+
+
 def test_case_107_adapters_begin_the_same_whatever_was_drawn_before(
     small_run: Build, kept: Keep, cache: Path, tmp_path: Path
 ) -> None:
