@@ -24,12 +24,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from jobs import processes
+from jobs.recorder import StoreRecorder
+from jobs.store import Store
 from vramfit.config import RunConfig
 from vramfit.planning.plan import Forecast
 from vramfit.starter.shape import architecture
 from vramfit.starter.tokenizer import tokenizer_folder
 from vramfit.training import checkpoint, loop
-from vramfit.training.metrics import StepMetrics
+from vramfit.training.metrics import PhaseProgress, StepMetrics
 from vramfit.training.saver import Saver
 
 EVERY = 4
@@ -37,21 +40,32 @@ EVERY = 4
 
 
 class Listener:
-    """A recorder that keeps the steps."""
+    """A recorder that keeps the steps, and how long it took to store them before each checkpoint; the job store's own
+    does all else."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: StoreRecorder) -> None:
+        self._store = store
         self.metrics: list[StepMetrics] = []
+        self.flushes: list[float] = []
+
+    def phase(self, progress: PhaseProgress) -> None:
+        began = time.monotonic()
+        self._store.phase(progress)
+        if progress.name == "saving":
+            self.flushes.append(time.monotonic() - began)
 
     def steps(self, metrics: Sequence[StepMetrics]) -> None:
         self.metrics += metrics
+        self._store.steps(metrics)
 
     def forecast(self, forecast: Forecast) -> None:
+        self._store.forecast(forecast)
         print(
             f"checkpoints: {'aside' if forecast.memory.saves_aside else 'training waits'} by the plan", file=sys.stderr
         )
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *_: None
+        return getattr(self._store, name)
 
 
 def make_run(folder: Path, cache: Path, *, width: int, steps: int) -> RunConfig:
@@ -88,17 +102,20 @@ def make_run(folder: Path, cache: Path, *, width: int, steps: int) -> RunConfig:
     )
 
 
-def one(config: RunConfig, folder: Path, cache: Path, *, aside: bool) -> list[StepMetrics]:
-    """The steps of one run."""
-    heard, usual = Listener(), loop.Saver
+def one(config: RunConfig, folder: Path, cache: Path, *, aside: bool) -> Listener:
+    """What one run reported to a job store of its own."""
+    usual = loop.Saver
     if not aside:
         loop.Saver = lambda **_: Saver(copies=False)  # type: ignore[assignment,misc]
     try:
-        with contextlib.redirect_stdout(sys.stderr):
-            loop.train(config, folder=folder, cache=cache, recorder=heard)  # type: ignore[arg-type]
+        with Store(folder) as store:
+            job = store.begin_foreground(config, owner=processes.own_identity())
+            with contextlib.redirect_stdout(sys.stderr), store.recorder(job.id, job.attempt) as recorder:
+                heard = Listener(recorder)
+                loop.train(config, folder=folder, cache=cache, recorder=heard)  # type: ignore[arg-type]
     finally:
         loop.Saver = usual  # type: ignore[misc]
-    return heard.metrics
+    return heard
 
 
 def copies(root: Path, times: int) -> tuple[int, list[float]]:
@@ -115,16 +132,19 @@ def copies(root: Path, times: int) -> tuple[int, list[float]]:
     return sum(tensor.nbytes for tensor in held.values()), took
 
 
-def figures(metrics: Sequence[StepMetrics]) -> dict[str, list[float]]:
-    """Seconds: of steps that no checkpoint comes before, of those right behind one, and what each checkpoint held up.
+def figures(heard: Listener) -> dict[str, list[float]]:
+    """Seconds: of steps that no checkpoint comes before, of those right behind one, what each checkpoint held up, and
+    how much of that it took to store the rows before it.
 
     A step's own seconds end before its checkpoint begins; `save_seconds` of the next one is what that took.
     """
+    metrics = heard.metrics
     behind = {step.step for step in metrics if step.save_seconds}
     return {
         "usual": [step.step_seconds for step in metrics[2:] if step.step not in behind],
         "behind": [step.step_seconds for step in metrics if step.step in behind],
         "held": [step.save_seconds for step in metrics if step.save_seconds],
+        "rows": heard.flushes,
     }
 
 
@@ -148,10 +168,18 @@ def main() -> None:
     print(f"{found['bytes'] / 2**20:.0f} MiB a checkpoint; load {found['load']:.1f} to {found['load_after']:.1f}")
     print(f"{'a copy alone':<44} {spread(found['copy'])}")
     for name in ("aside", "waits"):
-        for what, words in (("held", "held up by a checkpoint"), ("usual", "a step"), ("behind", "the step behind it")):
+        for what, words in WORDS.items():
             print(f"{name + ': ' + words:<44} {spread(found[name][what])}")
     over = statistics.median(found["aside"]["held"]) - statistics.median(found["copy"])
-    print(f"{'aside: held up beyond the copy':<44} {over:.3f} s")
+    print(f"{'aside: held up beyond the copy':<44} {over:.3f} s, rows included")
+
+
+WORDS = {
+    "held": "held up by a checkpoint",
+    "rows": "of that, rows stored before it",
+    "usual": "a step",
+    "behind": "the step behind it",
+}
 
 
 def spread(seconds: Sequence[float]) -> str:

@@ -2,7 +2,9 @@
 
 Rows reach the file at most FLUSH_S late, also while a step takes long, or as soon as FLUSH_ROWS wait. When the
 database is locked or the disk is full, training goes on and the rows wait in memory until a retry succeeds (a row is
-a few hundred bytes: an hour of ten steps a second is about ten MB).
+a few hundred bytes: an hour of ten steps a second is about ten MB). A checkpoint that is saved meanwhile carries them,
+all but the machine's readings, and the attempt that goes on from it writes them, under the number of the one they are
+of: a row is known by its attempt and step, so one that was written after all is not there twice.
 """
 
 from __future__ import annotations
@@ -21,7 +23,16 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from vramfit.errors import UserError
 from vramfit.faults import reach
 from vramfit.planning.plan import Forecast
-from vramfit.training.metrics import DriftCheck, Evaluation, Event, PhaseProgress, StepMetrics, Telemetry, TextSample
+from vramfit.training.metrics import (
+    DriftCheck,
+    Evaluation,
+    Event,
+    PhaseProgress,
+    StepMetrics,
+    Telemetry,
+    TextSample,
+    Unstored,
+)
 
 if TYPE_CHECKING:
     from jobs.store.measured import Measured
@@ -32,6 +43,13 @@ PHASE_S: Final = 0.2
 LONGEST_RETRY_S: Final = 5.0
 CLOSE_S: Final = 60.0
 UNEXPECTED_TRIES: Final = 3
+_CARRIED: Final[dict[str, type[Any]]] = {
+    "steps": StepMetrics,
+    "evaluations": Evaluation,
+    "drifts": DriftCheck,
+    "samples": TextSample,
+    "events": Event,
+}
 
 
 @dataclass
@@ -53,6 +71,10 @@ class _Batch:
     def __bool__(self) -> bool:
         return any(bool(value) for value in self.values().values())
 
+    def lists(self) -> dict[str, list[Any]]:
+        """The rows that a checkpoint carries, by kind."""
+        return {kind: getattr(self, kind) for kind in _CARRIED}
+
     def before(self, newer: _Batch) -> _Batch:
         """This batch with a newer one behind it."""
         merged = _Batch()
@@ -72,13 +94,14 @@ class StoreRecorder:
 
     def __init__(self, store: Measured, job: int, *, attempt: int) -> None:
         self._store, self._job, self._attempt = store, job, attempt
-        self._waiting = _Batch()
+        self._waiting, self._writing = _Batch(), _Batch()
+        self._carried: list[tuple[int, _Batch]] = []  # earlier attempts, and what a checkpoint carried of them
         self._wanted_at: float | None = None  # monotonic time at which what waits must be written
         self._phase_at = float("-inf")
         self.phase_name: str | None = None
         self.stepped = False
         self.reserved_bytes = 0
-        self._flushing = self._closing = False
+        self._closing = False
         self._lock = threading.Condition()
         self._retry_s = 0.0
         self._unexpected = 0  # errors in a row that nobody foresaw
@@ -145,6 +168,29 @@ class StoreRecorder:
             self._waiting.telemetry.append(reading)
             self._want(time.monotonic() + (FLUSH_S if len(self._waiting.telemetry) > 1 else 0.0))
 
+    def unstored(self) -> list[Unstored]:
+        """What is not known to be in the store, for a checkpoint to carry. [] when all is."""
+        with self._lock:
+            batches = [*self._carried, (self._attempt, self._writing.before(self._waiting))]
+        return [
+            Unstored(attempt=attempt, kind=kind, values=dataclasses.asdict(row))  # type: ignore[typeddict-item]
+            for attempt, batch in batches
+            for kind, rows in batch.lists().items()
+            for row in rows
+        ]
+
+    def restore(self, rows: Sequence[Unstored]) -> None:
+        """Write what a checkpoint carried, before anything of this attempt. Raises KeyError or TypeError for what is no
+        row."""
+        batches: dict[int, _Batch] = {}
+        for row in rows:
+            kind, values = _CARRIED[row["kind"]], row["values"]
+            known = {item.name: values[item.name] for item in dataclasses.fields(kind) if item.name in values}
+            getattr(batches.setdefault(row["attempt"], _Batch()), row["kind"]).append(kind(**known))
+        with self._lock:
+            self._carried += sorted(batches.items())
+            self._want(time.monotonic())
+
     # ---- writing ----------------------------------------------------------------------------------------------
 
     def flush(self, *, timeout_s: float = 5.0) -> bool:
@@ -163,10 +209,12 @@ class StoreRecorder:
             self._closing = True
             self._lock.notify_all()
         self._thread.join(timeout_s)
+        for _, batch in self._carried:
+            _log(batch)
         _log(self._waiting)
 
     def _idle(self) -> bool:
-        return not self._waiting and not self._flushing
+        return not self._waiting and not self._carried and not self._writing
 
     def _want(self, at: float) -> None:
         """Have the thread write no later than `at`. The lock is held."""
@@ -181,23 +229,26 @@ class StoreRecorder:
                 if self._closing:
                     return
                 batch, self._waiting = self._waiting, _Batch()
-                self._wanted_at, self._flushing = None, True
+                self._writing, self._wanted_at = batch, None
                 if batch.phase is not None:
                     self._phase_at = time.monotonic()
             written = self._write(batch)
             with self._lock:
-                self._flushing = False
+                self._writing = _Batch()
                 if not written:
                     self._waiting = batch.before(self._waiting)
                     self._wanted_at = time.monotonic() + self._retry_s
                 self._lock.notify_all()
 
     def _write(self, batch: _Batch) -> bool:
-        if not batch or self.fenced:
+        if self.fenced:
+            self._carried = []
+        if self.fenced or not (batch or self._carried):
             return True
         saving = batch.phase is not None and batch.phase.name == "saving"
         try:
             reach("recorder: flush")
+            self._write_carried()
             self.fenced = not self._store.record(self._job, attempt=self._attempt, durable=saving, **batch.values())
         except (UserError, OSError) as error:
             return self._later(f"metrics wait in memory: {error}")
@@ -206,9 +257,20 @@ class StoreRecorder:
             if self._unexpected < UNEXPECTED_TRIES:
                 return self._later(f"metrics wait in memory: {type(error).__name__}: {error}")
             traceback.print_exc()
+            for _, carried in self._carried:
+                _log(carried)
             _log(batch)
+            self._carried = []
         self._retry_s, self._unexpected = 0.0, 0
         return True
+
+    def _write_carried(self) -> None:
+        """The rows of earlier attempts, oldest first. What was written waits no longer."""
+        while self._carried:
+            attempt, batch = self._carried[0]
+            self._store.record(self._job, attempt=self._attempt, made_by=attempt, durable=True, **batch.lists())
+            with self._lock:
+                self._carried = self._carried[1:]
 
     def _later(self, message: str) -> bool:
         """Keep the batch for another try; the wait doubles. Says so the first time, and that nothing was written."""

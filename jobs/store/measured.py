@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from jobs.job import FINAL, JobEvent, Saves, Series, Streamed
 from jobs.store.alerts import Alerts
@@ -15,6 +15,8 @@ from vramfit.training.metrics import DriftCheck, Evaluation, Event, PhaseProgres
 
 if TYPE_CHECKING:
     from jobs.recorder import StoreRecorder
+
+_Row = TypeVar("_Row", DriftCheck, Event)
 
 # How a bucket of rows becomes one point.
 _METRICS: Final = {
@@ -78,11 +80,20 @@ class Measured(Alerts):
         phase: PhaseProgress | None = None,
         forecast: Forecast | None = None,
         durable: bool = False,
+        made_by: int | None = None,
     ) -> bool:
-        """Write a batch in one transaction. Writing the same step again replaces it. False: the attempt is over."""
+        """Write a batch in one transaction. Writing the same step again replaces it. False: the attempt is over.
+
+        `made_by` is the earlier attempt whose rows these are, where a checkpoint has carried them to this one: what of
+        them was written after all is not written twice.
+        """
         with self._write(durable=durable) as db:
             if self._one("SELECT 1 FROM jobs WHERE id = ? AND attempt = ?", [id_, attempt]) is None:
                 return False
+            if made_by is not None:
+                attempt = made_by
+                drifts = self._not_there(db, id_, "drifts", ("step", "time", "raised"), drifts)
+                events = self._not_there(db, id_, "events", ("time", "kind", "message"), events)
             self._record_steps(db, id_, attempt, steps)
             self._record_numbered(db, "telemetry", id_, telemetry)
             self._record_numbered(db, "drifts", id_, drifts, attempt=attempt)
@@ -101,6 +112,13 @@ class Measured(Alerts):
                     [as_json(forecast.to_json()), forecast.steps, id_],
                 )
         return True
+
+    def _not_there(self, db: Any, id_: int, table: str, names: tuple[str, ...], rows: Sequence[_Row]) -> list[_Row]:
+        """Those rows of a job that have no equal, by these columns, in a table that has no key of their own."""
+        first = min((row.time for row in rows), default=0.0)
+        sql = f"SELECT {', '.join(names)} FROM {table} WHERE job = ? AND time >= ?"
+        there = set(db.execute(sql, [id_, first]).fetchall()) if rows else set()
+        return [row for row in rows if tuple(getattr(row, name) for name in names) not in there]
 
     def _record_steps(self, db: Any, id_: int, attempt: int, steps: Sequence[StepMetrics]) -> None:
         if not steps:

@@ -25,6 +25,7 @@ from vramfit.training.metrics import (
     StepMetrics,
     Telemetry,
     TextSample,
+    Unstored,
 )
 from vramfit.units import format_bytes
 
@@ -128,6 +129,12 @@ class ProgressBar:
 
     def telemetry(self, reading: Telemetry) -> None:
         self._target.telemetry(reading)
+
+    def unstored(self) -> list[Unstored]:
+        return self._target.unstored()
+
+    def restore(self, rows: Sequence[Unstored]) -> None:
+        self._target.restore(rows)
 
     def _close(self) -> None:
         if self._bar is not None:

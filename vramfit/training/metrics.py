@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypedDict
 
 from vramfit.planning.plan import Forecast
 
@@ -119,8 +119,21 @@ class Telemetry:
     slowed_by_heat: bool | None = None
 
 
+class Unstored(TypedDict):
+    """A reported row that is not known to be stored, as plain values: which attempt made it, of which kind it is, and its
+    fields."""
+
+    attempt: int
+    kind: Literal["steps", "evaluations", "drifts", "samples", "events"]
+    values: dict[str, Any]
+
+
 class Recorder(Protocol):
-    """Where a run reports. Calls are cheap, never raise for want of a listener, and come from one thread."""
+    """Where a run reports. Calls are cheap, never raise for want of a listener, and come from one thread.
+
+    What `unstored` returns goes into a checkpoint, and back into `restore` when a run goes on from that: rows of steps
+    that are not done again must not be lost with the process.
+    """
 
     def phase(self, progress: PhaseProgress) -> None: ...
     def forecast(self, forecast: Forecast) -> None: ...
@@ -130,6 +143,8 @@ class Recorder(Protocol):
     def sample(self, sample: TextSample) -> None: ...
     def event(self, event: Event) -> None: ...
     def telemetry(self, reading: Telemetry) -> None: ...
+    def unstored(self) -> list[Unstored]: ...
+    def restore(self, rows: Sequence[Unstored]) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,6 +69,7 @@ CARD_MULTIPLE = 8  # tokens: rows of 16-bit numbers then begin where tensor core
 EVA_SEQUENCES = 16  # whose activations say where adapters begin
 MOST_EVALUATION_SHARE = 0.1  # of a run's work, where the cadence is ours to choose
 CALIBRATE_FP16_EVERY = 10  # steps
+MOST_CARRIED = 50_000  # rows in a checkpoint, about 30 MB: more than an hour of ten steps a second
 TELLING_ROUNDING = 1e-4  # of the weights: fp32's is a thousandth of it
 
 
@@ -262,7 +263,15 @@ class Run:
             message = "No checkpoint was saved after a step without finite numbers; the last good one is kept."
             self._say("warning", "checkpoint", message, step=step)
             return
-        self.recorder.phase(PhaseProgress(name="saving", done=step, total=self.order.total_steps, unit="steps"))
+        self._show_saving(step)
+        unstored = self.recorder.unstored()
+        if len(unstored) > MOST_CARRIED:
+            message = (
+                f"No checkpoint was saved: {len(unstored):,} rows wait for the job database, and a checkpoint carries "
+                f"{MOST_CARRIED:,} at most; the last one is kept. See to it that the database can be written."
+            )
+            self._say("warning", "checkpoint", message, step=step)
+            return
         tensors, values = self.executor.state()
         self.saver.save(
             self.folder / CHECKPOINTS,
@@ -279,10 +288,17 @@ class Run:
                 "peak_allocated_bytes": self.peak_allocated_bytes,
                 "evaluations": self.health.evaluations.state(),
                 "health": self.health.state(),
+                "unstored": unstored,
             },
             **self._kept(),
         )
         self.tell_saved()
+
+    def _show_saving(self, step: int) -> None:
+        """Rows so far are stored before the checkpoint that counts on them, as far as the database can be written: that
+        is waited for, and counted."""
+        with self.saver.waiting():
+            self.recorder.phase(PhaseProgress(name="saving", done=step, total=self.order.total_steps, unit="steps"))
 
     def _kept(self) -> dict[str, Any]:
         """Which checkpoints are to stay."""
@@ -305,7 +321,7 @@ class Run:
     def wait_until_saved(self, done: int) -> None:
         """Until the checkpoint that is on its way, if any, is complete. Raises as `tell_saved`."""
         if self.saver.busy:
-            self.recorder.phase(PhaseProgress(name="saving", done=done, total=self.order.total_steps, unit="steps"))
+            self._show_saving(done)
             self.saver.wait()
         self.tell_saved()
 
@@ -331,6 +347,7 @@ class Run:
             self.peak_allocated_bytes = saved.values.get("peak_allocated_bytes", 0)
             self.health.evaluations.load_state(saved.values.get("evaluations", {}))
             self.health.load_state(saved.values.get("health", {}))
+            self.recorder.restore(saved.values.get("unstored", []))
             # Memory that is free now must not change the last bits, nor the dropout: only less of it makes fewer rows.
             self.micro_batch = min(self.micro_batch, saved.values.get("micro_batch", self.micro_batch))
         except (KeyError, TypeError, AttributeError) as error:  # whole by its hashes, and yet not what `save` writes
@@ -340,6 +357,8 @@ class Run:
             ) from error
         checkpoint.rotate(self.folder / CHECKPOINTS, step=saved.step, **self._kept())
         self._say("info", "resume", f"Resumed at step {saved.step}.", step=saved.step)
+        if saved.step >= self.order.total_steps or self.improves_no_more:
+            self._say("info", "resume", "Nothing was left to train; only the result is written.", step=saved.step)
         bits = saved.values.get("optimizer_bits", self.plan.optimizer_bits)
         if bits != self.plan.optimizer_bits:
             self._say(

@@ -7,13 +7,14 @@ waits.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -91,8 +92,7 @@ class Saver:
         keep_every: int = 0,
     ) -> None:
         """As `checkpoint.save`, from the tensors and values as they are now. Returns as soon as these may change."""
-        began = time.monotonic()
-        try:
+        with self.waiting():
             self._wait()
             copied, reason = self._copied(tensors)
             kept = copy.deepcopy(dict(values))
@@ -115,8 +115,6 @@ class Saver:
             else:
                 self._writer = threading.Thread(target=self._run, args=(write,), name="saver", daemon=True)
                 self._writer.start()
-        finally:
-            self._waited += time.monotonic() - began
 
     def finished(self) -> list[Saved]:
         """The checkpoints that were completed since this was last asked. Never waits. Raises what a writer raised."""
@@ -126,9 +124,15 @@ class Saver:
 
     def wait(self) -> None:
         """Until nothing is on its way. Raises what the writer raised."""
+        with self.waiting():
+            self._wait()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """What is done inside holds training up for the sake of a checkpoint: it is counted by `take_waited`."""
         began = time.monotonic()
         try:
-            self._wait()
+            yield
         finally:
             self._waited += time.monotonic() - began
 

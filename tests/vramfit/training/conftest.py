@@ -13,7 +13,16 @@ import pytest
 
 from vramfit.config import RunConfig
 from vramfit.planning.plan import Forecast
-from vramfit.training.metrics import DriftCheck, Evaluation, Event, PhaseProgress, StepMetrics, Telemetry, TextSample
+from vramfit.training.metrics import (
+    DriftCheck,
+    Evaluation,
+    Event,
+    PhaseProgress,
+    StepMetrics,
+    Telemetry,
+    TextSample,
+    Unstored,
+)
 
 
 @dataclass
@@ -27,6 +36,8 @@ class Kept:
     drifts: list[DriftCheck] = field(default_factory=list)
     samples: list[TextSample] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+    waiting: list[Unstored] = field(default_factory=list)
+    restored: list[Unstored] = field(default_factory=list)
 
     def phase(self, progress: PhaseProgress) -> None:
         self.phases.append(progress)
@@ -51,6 +62,12 @@ class Kept:
 
     def telemetry(self, reading: Telemetry) -> None:
         raise AssertionError("the loop does not read the machine's sensors")
+
+    def unstored(self) -> list[Unstored]:
+        return self.waiting
+
+    def restore(self, rows: Sequence[Unstored]) -> None:
+        self.restored += rows
 
     @property
     def losses(self) -> list[float]:

@@ -202,6 +202,64 @@ def test_other_data_and_libraries_are_told_and_go_on_where_that_is_chosen(
     assert told[1].endswith(", is 0.1.")
 
 
+def test_a_checkpoint_carries_the_rows_that_wait_for_the_database_and_not_too_many(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_run(output={"checkpoint_every": 2, "evaluate_every": 0, "keep_checkpoints": 9})
+    first, second, waits = kept(), kept(), [{"attempt": 1, "kind": "steps", "values": {"step": 2}}]
+    first.waiting = waits
+    train(config, folder=tmp_path / "run", cache=cache, recorder=first, should_stop=stop_after(first, 2))
+    second.waiting = waits * 3
+    monkeypatch.setattr(run, "MOST_CARRIED", 2)
+    train(config, folder=tmp_path / "run", cache=cache, recorder=second, resume=True)
+    assert second.restored == waits
+    assert checkpoint.steps(tmp_path / "run" / CHECKPOINTS) == [2], "one with a hole behind it is not made"
+    assert told(second, "checkpoint")[0] == (
+        "No checkpoint was saved: 3 rows wait for the job database, and a checkpoint carries 2 at most; the last one is "
+        "kept. See to it that the database can be written."
+    )
+
+
+def test_a_resume_that_would_train_no_step_is_refused(
+    small_run: Build, rows_file: Path, kept: Keep, cache: Path, tmp_path: Path
+) -> None:
+    """The data that is there now is shorter, and the run is to go on with it: it has had all of its steps."""
+    config = small_run(schedule={"max_steps": None, "epochs": 1}, output={"if_changed": "go on", "evaluate_every": 0})
+    heard = kept()
+    train(config, folder=tmp_path / "run", cache=cache, recorder=heard, should_stop=stop_after(heard, 4))
+    rows = rows_file.read_text(encoding="utf-8").splitlines()
+    rows_file.write_text("\n".join(rows[:10]), encoding="utf-8")
+    again = kept()
+    with pytest.raises(CheckpointError, match=r"of step 4, and .* makes 3 steps, so none is left to train") as refused:
+        train(config, folder=tmp_path / "run", cache=cache, recorder=again, resume=True)
+    assert "Restore the data" in refused.value.remedy
+    assert again.metrics == []
+    assert not (tmp_path / "run" / "export").exists()
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["at its last step", "ended early"])
+def test_a_run_of_which_only_the_result_was_missing_says_so_once(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, early: bool
+) -> None:
+    """Killed between its last checkpoint and its result."""
+    health = {"patience": 1} if early else {}
+    if early:
+        losses_of_evaluations(monkeypatch, [1.0, 2.0, 3.0])
+    config = small_run(output={"evaluate_every": 1 if early else 0}, health=health)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("vramfit.training.loop.export_run", interrupted)
+        train(config, folder=tmp_path / "run", cache=cache, recorder=kept())
+    again = kept()
+    result = train(config, folder=tmp_path / "run", cache=cache, recorder=again, resume=True)
+    assert (result.stopped, again.metrics) == (False, [])
+    assert result.export is not None and Path(result.export).is_dir()
+    assert told(again, "resume").count("Nothing was left to train; only the result is written.") == 1
+
+
+def interrupted(*_: object, **__: object) -> Path:
+    raise KeyboardInterrupt
+
+
 def test_resume_without_a_checkpoint_says_so_and_begins(
     small_run: Build, kept: Keep, cache: Path, tmp_path: Path
 ) -> None:

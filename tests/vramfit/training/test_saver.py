@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from vramfit.engine.later import Later
 from vramfit.errors import CheckpointError, OutOfDisk
 from vramfit.training import checkpoint, loop
 from vramfit.training.loop import CHECKPOINTS, train
+from vramfit.training.metrics import PhaseProgress
 from vramfit.training.saver import FROM_ITS_PLACE, NOT_PLANNED, Saver
 
 Build = Callable[..., RunConfig]
@@ -195,6 +197,25 @@ def test_a_run_that_saves_aside_leaves_the_bytes_of_one_that_waits(
         assert found["aside"].values == found["waiting"].values
         files = [(tmp_path / name / CHECKPOINTS / at / checkpoint.TENSORS).read_bytes() for name in told]
         assert files[0] == files[1]
+
+
+def test_what_storing_the_rows_before_a_checkpoint_takes_is_part_of_what_it_held_up(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path
+) -> None:
+    recorder = kept()
+    heard = recorder.phase
+
+    def slow(progress: PhaseProgress) -> None:
+        if progress.name == "saving":
+            time.sleep(0.5)
+        heard(progress)
+
+    recorder.phase = slow
+    config = small_run(output={"checkpoint_every": 2, "evaluate_every": 0}, schedule={"max_steps": 4})
+    train(config, folder=tmp_path / "run", cache=cache, recorder=recorder)
+    first, second, behind, last = (step.save_seconds for step in recorder.metrics)
+    assert (first, second, last) == (None, None, None)
+    assert behind is not None and behind >= 0.5
 
 
 def test_a_full_disk_while_training_goes_on_ends_the_run_and_it_goes_on_from_the_one_before(
