@@ -1,8 +1,9 @@
 """The doctor of a data folder: python -m jobs.store doctor [--data-dir DIR] [--repair] [--json]. And backups.
 
-It looks at the database (damage, rows without a job), at the jobs (states nobody stands for), and at the runs' folders
-(no row, no folder, leftovers of a crash, damaged checkpoints), and says what it found. `--repair` does only what loses
-nothing anybody could use, and copies the database first. Exit code 0: nothing is left to do, 1: something is.
+It looks at the database (damage, rows without a job), at the jobs (states nobody stands for), at the runs' folders (no
+row, no folder, leftovers of a crash, damaged checkpoints) and at the cache (leftovers), and says what it found.
+`--repair` does only what loses nothing anybody could use, and copies the database first. Exit code 0: nothing is left
+to do, 1: something is.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shutil
 import sqlite3
 import sys
 import time
@@ -25,6 +25,7 @@ from jobs import file_systems, schema
 from jobs.job import ACTIVE, State
 from jobs.store import DATABASE, SUPERVISOR_LEASE, Store
 from jobs.supervisor import holder_alive
+from vramfit import scratch
 from vramfit.config import RunConfig
 from vramfit.console import use_utf8
 from vramfit.errors import JobError, UserError, VramfitError
@@ -61,7 +62,8 @@ def examine(data_dir: Path) -> list[Finding]:
         return [*found, _of_damage(path, damage)]  # what its rows say cannot be trusted, so nothing is built on them
     with Store(data_dir) as store:
         rows = store.job_rows()
-        return [*found, *_of_rows(data_dir, store), *_of_states(data_dir, rows, store), *_of_folders(data_dir, rows)]
+        found += [*_of_rows(data_dir, store), *_of_states(data_dir, rows, store)]
+        return [*found, *_of_folders(data_dir, rows), *_of_cache(data_dir)]
 
 
 def repair(data_dir: Path, findings: Sequence[Finding]) -> Path | None:
@@ -215,12 +217,15 @@ def _of_leftovers(folder: Path) -> Iterator[Finding]:
         )
 
 
+def _of_cache(data_dir: Path) -> Iterator[Finding]:
+    """What a process that is gone was about to put into the cache. A living one's is none of it."""
+    for path in scratch.abandoned(data_dir / "cache"):
+        yield _leftover(path, "an unfinished part of the cache, whose writer is gone")
+
+
 def _leftover(path: Path, what: str) -> Finding:
     return Finding(
-        kind="leftover",
-        message=f"{path} is {what}.",
-        repair="it is removed",
-        mend=lambda: shutil.rmtree(path, ignore_errors=True),
+        kind="leftover", message=f"{path} is {what}.", repair="it is removed", mend=lambda: scratch.remove(path)
     )
 
 

@@ -71,7 +71,7 @@ class _Batch:
     def __bool__(self) -> bool:
         return any(bool(value) for value in self.values().values())
 
-    def lists(self) -> dict[str, list[Any]]:
+    def lists(self) -> dict[str, Any]:
         """The rows that a checkpoint carries, by kind."""
         return {kind: getattr(self, kind) for kind in _CARRIED}
 

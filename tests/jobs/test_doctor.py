@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sqlite3
 import subprocess
@@ -16,6 +17,7 @@ from jobs import doctor, processes
 from jobs.doctor import examine, main
 from jobs.store import SUPERVISOR_LEASE, Store
 from jobs.store.database import TABLES_OF_JOBS
+from vramfit import scratch
 from vramfit.config import RunConfig
 from vramfit.errors import JobError
 from vramfit.training import checkpoint
@@ -154,6 +156,18 @@ def test_leftovers_go_and_a_result_under_its_interim_name_comes_back(
     assert sorted(path.name for path in job_folder.iterdir()) == ["checkpoints", "config.json", "export"]
     assert (job_folder / "export" / "model.safetensors").read_bytes() == b"result"
     assert list((job_folder / "checkpoints").iterdir()) == [kept]
+
+
+def test_what_a_dead_process_left_in_the_cache_goes_and_what_a_living_one_writes_stays(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = scratch.beside(store.data_dir / "cache" / "tokenised" / "entry")
+    dead = place.with_name(place.name.replace(f"-{os.getpid()}-", f"-{2**22 + 1}-"))  # above every pid of Linux
+    place.mkdir(parents=True)
+    (dead / "deep").mkdir(parents=True)
+    assert messages(store.data_dir) == [f"{dead} is an unfinished part of the cache, whose writer is gone."]
+    assert doctor_says(store.data_dir, capsys, "--repair")[0] == 0
+    assert (dead.exists(), place.exists()) == (False, True)
 
 
 def test_damaged_checkpoints_are_named(store: Store, job_folder: Path) -> None:

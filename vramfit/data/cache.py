@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Sequence
 from functools import cache as remembered
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from vramfit import scratch
 from vramfit.data.conversations import Example
 from vramfit.json_text import load_json
 
@@ -66,7 +66,8 @@ def store(folder: Path, key: str, groups: Sequence[Sequence[Example]], facts: di
     """Write an entry; it appears whole or not at all. Raises OSError, which costs the caller only the reuse."""
     parent = folder / _FOLDER
     parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=parent))
+    unfinished = scratch.beside(parent / key)
+    unfinished.mkdir()
     try:
         examples = [example for group in groups for example in group]
         for name, array in _arrays(examples).items():
@@ -148,6 +149,6 @@ def _grouped(examples: list[Example], counts: list[int]) -> list[list[Example]]:
 
 def _forget_old(parent: Path) -> None:
     """Keep the newest entries. One in use elsewhere stays where the system says so (Windows)."""
-    entries = [entry for entry in parent.iterdir() if entry.is_dir() and not entry.name.startswith("unfinished-")]
+    entries = [entry for entry in parent.iterdir() if entry.is_dir() and "unfinished-" not in entry.name]
     for entry in sorted(entries, key=lambda path: path.stat().st_mtime)[:-KEPT_ENTRIES]:
         shutil.rmtree(entry, ignore_errors=True)

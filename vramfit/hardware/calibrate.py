@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from vramfit import scratch
 from vramfit.errors import HardwareError
 from vramfit.hardware.devices import Device, ProductRate, TorchBuild, torch_build
 from vramfit.json_text import load_json
@@ -245,7 +246,7 @@ def _all(data_dir: Path) -> dict[str, Any]:
 def _keep(data_dir: Path, name: str, measured: Calibration) -> None:
     place = kept_in(data_dir)
     place.parent.mkdir(parents=True, exist_ok=True)
-    beside = place.with_suffix(f".{os.getpid()}.tmp")
+    beside = scratch.beside(place)
     beside.write_text(json.dumps({**_all(data_dir), name: measured.to_json()}, indent=1), encoding="utf-8")
     beside.replace(place)
 

@@ -7,11 +7,11 @@ import functools
 import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
+from vramfit import scratch
 from vramfit.errors import InternalError, OutOfDisk
 
 MAKERS = ("words.py", "lines.py", "stories.py", "questions.py", "corpus.py", "tokenizer.py")
@@ -36,12 +36,13 @@ def keep(place: Path, write: Callable[[Path], None]) -> Path:
         return place
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f"{place.name}.", dir=place.parent))
+        unfinished = scratch.beside(place)
+        unfinished.mkdir()
         try:
-            write(scratch)
-            _move(scratch, place)
+            write(unfinished)
+            _move(unfinished, place)
         finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise OutOfDisk(f"The disk is full while writing {place}", "Free about 50 MiB and try again.") from error
@@ -49,9 +50,9 @@ def keep(place: Path, write: Callable[[Path], None]) -> Path:
     return place
 
 
-def _move(scratch: Path, place: Path) -> None:
+def _move(unfinished: Path, place: Path) -> None:
     try:
-        os.replace(scratch, place)  # noqa: PTH105 (pathlib's replace is this, but the intent is the atomic move)
+        os.replace(unfinished, place)  # noqa: PTH105 (pathlib's replace is this, but the intent is the atomic move)
     except OSError:
         if not place.is_dir():
             raise

@@ -160,7 +160,7 @@ def refuse_another_run(root: Path) -> None:
     old = steps(root)
     if old:
         raise CheckpointError(
-            f"{root} holds {len(old)} checkpoint{'s' if len(old) > 1 else ''} of another run, the newest of step {old[-1]:,}",
+            f"{root} holds checkpoints of another run ({len(old)}, the newest of step {old[-1]:,})",
             "Give this run a folder of its own, or resume the run that is there.",
         )
 
@@ -177,23 +177,23 @@ def damaged(root: Path) -> list[str]:
 
 
 def leftovers(root: Path) -> list[Path]:
-    """What is no checkpoint of the folders under `root` that are named like one: unfinished, half removed, set aside, or
-    without a manifest."""
+    """What is no checkpoint of the folders under `root` that are named like one: unfinished, half removed, set aside,
+    or without a manifest."""
     if not root.is_dir():
         return []
     found = []
     for path in sorted(root.iterdir()):
         name, dot, kind = path.name.partition(".")
         lost = not dot and not (path / MANIFEST).is_file()
-        if _NAME.match(name) and (lost or dot + kind in (_UNFINISHED, _REMOVED, _ASIDE)):
-            if path.is_dir() and not path.is_symlink():
-                found.append(path)
+        rest = _NAME.match(name) and (lost or dot + kind in (_UNFINISHED, _REMOVED, _ASIDE))
+        if rest and path.is_dir() and not path.is_symlink():
+            found.append(path)
     return found
 
 
 def tidy(root: Path) -> list[str]:
-    """Before a run begins or goes on: remove what a crash left behind, and set aside what holds tensors and has lost its
-    manifest. Returns what a person should know of it, a sentence each.
+    """Before a run begins or goes on: remove what a crash left behind, and set aside what holds tensors and has lost
+    its manifest. Returns what a person should know of it, a sentence each.
 
     Only the trainer whose run this is may do so.
     """
@@ -210,8 +210,8 @@ def tidy(root: Path) -> list[str]:
             except OSError:  # in use (Windows): it stays where it is
                 aside = path
             told.append(
-                f"The checkpoint of step {step:,} has lost its {MANIFEST} and is passed over: it cannot be told whether "
-                f"it is whole. It is kept as {aside.name} until the next one is complete."
+                f"The checkpoint of step {step:,} has lost its {MANIFEST} and is passed over: it cannot be told "
+                f"whether it is whole. It is kept as {aside.name} until the next one is complete."
             )
     _sweep(root, _UNFINISHED, _REMOVED)
     return told
@@ -305,7 +305,9 @@ def _content(path: Path, *, most: int) -> bytes:
     with path.open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise CheckpointError(f"{path.parent.name}/{path.name} has {path.stat().st_size:,} bytes; {most:,} are the most")
+        raise CheckpointError(
+            f"{path.parent.name}/{path.name} has {path.stat().st_size:,} bytes; {most:,} are the most"
+        )
     return content
 
 
@@ -334,7 +336,7 @@ def _own(root: Path) -> list[tuple[int, Path]]:
 
 def _remove(checkpoints: Iterable[Path]) -> None:
     for path in checkpoints:
-        # The name goes first: a half-removed checkpoint must not be taken for a whole one, nor for one that lost a part.
+        # The name goes first: a half-removed one must not be taken for a whole one, nor for one that lost a part.
         gone = path.with_name(f"{path.name}{_REMOVED}")
         try:
             path.rename(gone)

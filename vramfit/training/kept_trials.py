@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from vramfit import scratch
 from vramfit.json_text import load_json
 
 
@@ -20,7 +20,7 @@ def remember(place: Path, kind: str, found: dict[str, Any]) -> None:
     """Keep `found`. Where that cannot be written, it will be tried again."""
     with contextlib.suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
-        beside = place.with_suffix(f".{os.getpid()}.tmp")
+        beside = scratch.beside(place)
         beside.write_text(json.dumps({**_all(place), kind: found}, indent=1), encoding="utf-8")
         beside.replace(place)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from vramfit import scratch
 from vramfit.config import RunConfig
 from vramfit.data.batches import StepOrder
 from vramfit.data.prepare import prepare
@@ -63,6 +64,7 @@ def train(
     """
     if not resume:
         checkpoint.refuse_another_run(folder / CHECKPOINTS)
+    scratch.sweep(cache)
     recorder.phase(PhaseProgress(name="loading", detail="the tokenizer"))
     machine = machine or probe(folder)
     architecture = read_architecture(config.model)

@@ -120,8 +120,8 @@ class Telemetry:
 
 
 class Unstored(TypedDict):
-    """A reported row that is not known to be stored, as plain values: which attempt made it, of which kind it is, and its
-    fields."""
+    """A reported row that is not known to be stored, as plain values: which attempt made it, of which kind it is, and
+    its fields."""
 
     attempt: int
     kind: Literal["steps", "evaluations", "drifts", "samples", "events"]
