@@ -215,7 +215,7 @@ class RunConfig(Part):
     version: Literal[1] = CONFIG_VERSION
     name: Annotated[str, Field(max_length=120)] = ""
     method: Method = "pretrain"
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|(cuda|xpu):\d+)$")] = "auto"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|(cuda|xpu):(0|[1-9][0-9]*))$")] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     train_last_blocks: Annotated[int, Field(ge=1, le=4096)] | None = None
     model: ModelChoice = ModelChoice()
@@ -484,6 +484,8 @@ def _explain(item: ErrorDetails) -> tuple[str, str]:
             return f"has {len(item['input'])} characters, the most is {limits['max_length']}", "Shorten it."
         case "string_too_short" | "too_short":
             return "is empty", "Give it a value."
+        case "string_type" | "string_pattern_mismatch" if item["loc"][-1] == "device":
+            return f"is {value}, which names no device", "Choose auto, cpu, mps, or a card such as cuda:0 or xpu:0."
         case "string_type" | "string_unicode":
             return f"is {value}, which is not text", "Write text, in quotes where it looks like a number."
         case "tuple_type" | "list_type":
@@ -492,8 +494,6 @@ def _explain(item: ErrorDetails) -> tuple[str, str]:
             return f"is {value}, which holds no settings", "Write `setting: value` lines below it."
         case "invalid_key":
             return "is not a setting of this version", "Remove it, or check its spelling."
-        case "string_pattern_mismatch":
-            return f"is {value}, which names no device", "Choose auto, cpu, mps, or a card such as cuda:0 or xpu:0."
         case "value_error":
             return f"is {value}, but {limits['error']}", "Give it a value of its own kind."
     return f"is {value}, which has the wrong form ({item['msg'].lower()})", "Change it."

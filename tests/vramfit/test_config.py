@@ -91,9 +91,25 @@ def test_case_101_a_rate_that_is_no_number_is_refused(tmp_path: Path, text: str)
         RunConfig.from_file(file)
 
 
-@pytest.mark.parametrize("device", ["0", "cuda", "gpu:1", "cuda:x", ""])
-def test_case_156_devices_have_one_written_form(device: str) -> None:
-    assert "device" in problems_of({"device": device})
+UUID = "GPU-5e1f0c1a-9d3b-4c7e-8a21-0d6f2b7c9e44"
+
+
+@pytest.mark.parametrize(
+    "device",
+    [0, "0", UUID, "", " ", None, "cuda", "gpu:1", "cuda:x", "cuda:00", "cuda:01", "cuda:\u0663", "CUDA:0", " cuda:0"],
+)
+def test_case_156_devices_have_one_written_form(device: object) -> None:
+    """Whatever else means the same card is refused, with the form that is right."""
+    told = problems_of({"device": device})["device"]
+    assert "names no device" in told and "such as cuda:0" in told
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "mps", "cuda:0", "cuda:10", "xpu:1"])
+def test_case_156_the_form_is_kept_as_it_is(device: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"device: {device}\n", encoding="utf-8")
+    config = RunConfig.from_file(file)
+    assert config.device == RunConfig.from_json(config.to_json()).device == device
 
 
 @pytest.mark.parametrize(

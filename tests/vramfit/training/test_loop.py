@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 
 from tests.vramfit.training.conftest import Kept, rows_in, small_config
 from vramfit.config import RunConfig
+from vramfit.data.prepare import prepare
 from vramfit.errors import Changed, CheckpointError, DataError, ModelError, OutOfDisk, UserError, WontFit
 from vramfit.models import stored
-from vramfit.training import checkpoint, run
+from vramfit.training import checkpoint, loop, run
 from vramfit.training.inputs import versions
 from vramfit.training.loop import CHECKPOINTS, train
 
@@ -142,6 +143,33 @@ def test_case_104_the_last_step_is_always_saved_and_evaluated(
     assert [evaluation.step for evaluation in heard.evaluations] == [4, 8, 11]
 
 
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_case_059_the_result_renders_a_conversation_as_training_did(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """A base model without a template gets the default one, also where the data comes tokenised from the cache."""
+    from transformers import AutoTokenizer
+
+    model, prepared = tiny_llama(tmp_path / "model", cache), []
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    assert AutoTokenizer.from_pretrained(model).chat_template is None
+    talks = [
+        [{"role": "user", "content": f"Fox {number}?"}, {"role": "assistant", "content": f"{number} berries."}]
+        for number in range(12)
+    ]
+    rows = tmp_path / "talks.jsonl"
+    rows.write_text("\n".join(json.dumps({"messages": talk}) for talk in talks), encoding="utf-8")
+    monkeypatch.setattr(loop, "prepare", lambda *_, **wishes: prepared.append(prepare(*_, **wishes)) or prepared[-1])
+    data = {"paths": [str(rows)], "packing": False, "eval_share": 0.0}
+    config = small_run(method=method, model={"source": str(model)}, data=data, schedule={"max_steps": 1})
+    for name in ("first", "from the cache"):
+        result = train(config, folder=tmp_path / name, cache=cache, recorder=kept())
+        exported = AutoTokenizer.from_pretrained(result.export)
+        trained = {example.row: example.input_ids.tolist() for example in prepared[-1].train}
+        rendered = [exported.apply_chat_template(talk)["input_ids"] for talk in talks]
+        assert sorted(trained.values()) == sorted(rendered)
+
+
 def test_case_080_a_tied_model_in_full_is_saved_resumed_and_written(
     small_run: Build, kept: Keep, cache: Path, tmp_path: Path
 ) -> None:
@@ -224,13 +252,13 @@ def test_a_resume_that_would_train_no_step_is_refused(
     small_run: Build, rows_file: Path, kept: Keep, cache: Path, tmp_path: Path
 ) -> None:
     """The data that is there now is shorter, and the run is to go on with it: it has had all of its steps."""
-    config = small_run(schedule={"max_steps": None, "epochs": 1}, output={"if_changed": "go on", "evaluate_every": 0})
+    config = small_run(schedule={"max_steps": None, "epochs": 2}, output={"if_changed": "go on", "evaluate_every": 0})
     heard = kept()
-    train(config, folder=tmp_path / "run", cache=cache, recorder=heard, should_stop=stop_after(heard, 4))
+    train(config, folder=tmp_path / "run", cache=cache, recorder=heard, should_stop=stop_after(heard, 5))
     rows = rows_file.read_text(encoding="utf-8").splitlines()
     rows_file.write_text("\n".join(rows[:10]), encoding="utf-8")
     again = kept()
-    with pytest.raises(CheckpointError, match=r"of step 4, and .* makes 3 steps, so none is left to train") as refused:
+    with pytest.raises(CheckpointError, match=r"of step 5, and .* makes 4 steps, so none is left to train") as refused:
         train(config, folder=tmp_path / "run", cache=cache, recorder=again, resume=True)
     assert "Restore the data" in refused.value.remedy
     assert again.metrics == []
