@@ -281,6 +281,21 @@ class ResidentExecutor:
         with fp32_products(self.raised.compute):
             self._passes([piece for batch in micro_batches for piece in self.pieces(batch)])
 
+    def rehearsed(self, micro_batches: Iterable[Batch]) -> Reading:
+        """Memory around a rehearsal, of which no gradient is left: no optimizer's state is there before the first step.
+
+        Raises as the passes do. What was read of the steps before is forgotten.
+        """
+        batches = list(micro_batches)
+        self._peak.read()
+        largest = max((piece.input_ids.numel() for batch in batches for piece in self.pieces(batch)), default=0)
+        with self._peak.watch(largest):
+            self.rehearse(batches)
+        self.optimizer.zero_grad(set_to_none=True)
+        reading = self.reading()
+        self._peak.measure_again()
+        return reading
+
     def set_activations(self, modes: Sequence[Mode]) -> None:
         """Another mode for each block, from the next step on."""
         self.activations = set_activations(self.model, modes)

@@ -120,7 +120,7 @@ def train(
     done = run.resume(if_changed or config.output.if_changed) if resume else 0
     run.tell(care.heed_limits(resumed=done > 0), step=done)
     if done == 0 and run.tries_rows(forecast.seconds):
-        run.try_rows(cache=cache, step=done)
+        run.try_rows(forecast.memory, cache=cache, step=done)
     if executor.compiled is not None and done < order.total_steps:
         run.compile(executor.compiled, cache=cache, step=done)
     if done == 0:

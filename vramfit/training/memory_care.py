@@ -35,14 +35,18 @@ class Note:
 
 @dataclass(kw_only=True)
 class MemoryCare:
-    """For one run: `kind` is what its limits are kept under, in the file of `limits`."""
+    """For one run: `kind` is what its limits are kept under, in the file of `limits`. `micro_batch` are the sequences
+    of a micro-batch, and `limited` is whether memory ran out in a run of the kind before."""
 
     executor: ResidentExecutor
     limits: MemoryLimits
     kind: str
+    limited: bool = False
+    micro_batch: int = field(init=False)
     _reach: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.micro_batch = self.executor.plan.micro_batch
         self._reach = self.executor.plan.budget_bytes
 
     def heed_limits(self, *, resumed: bool) -> Iterator[Note]:
@@ -52,6 +56,7 @@ class MemoryCare:
         """
         plan, recovery = self.executor.plan, self.executor.recovery
         limit = self.limits.find(self.kind, budget_bytes=plan.budget_bytes, recomputed=plan.recompute)
+        self.limited = limit is not None
         if limit is None or (resumed and not limit.ended_run):
             return
         now = self._rows
@@ -75,7 +80,7 @@ class MemoryCare:
     @property
     def _rows(self) -> int:
         """Sequences that go through the model at once."""
-        return self.executor.recovery.most_rows or self.executor.plan.micro_batch
+        return self.executor.recovery.most_rows or self.micro_batch
 
     def after_step(self, step: int, result: StepResult, seconds: float) -> tuple[Reading, list[Note]]:
         """What memory was in the step, and what there is to tell."""

@@ -23,6 +23,7 @@ from vramfit.engine.compiling import CompiledBlocks
 from vramfit.engine.compression import codec_for
 from vramfit.engine.compression import described as described_codec
 from vramfit.engine.drift import Calibrator, Check
+from vramfit.engine.governor import HIGH
 from vramfit.engine.precision import COLLAPSED_LOSS_SCALE, described
 from vramfit.engine.reach import check_gradients_reach
 from vramfit.engine.recovery import attempt
@@ -39,7 +40,7 @@ from vramfit.models.generate import generate
 from vramfit.models.load import weights_fingerprint
 from vramfit.models.tokenizer import local_folder
 from vramfit.planning.idle_wishes import is_idle
-from vramfit.planning.plan import Forecast, Plan
+from vramfit.planning.plan import Forecast, MemoryEstimate, Plan
 from vramfit.sentences import say
 from vramfit.training import checkpoint
 from vramfit.training.adapted_share import adapted_share
@@ -57,7 +58,7 @@ from vramfit.training.metrics import (
     StepMetrics,
     TextSample,
 )
-from vramfit.training.rows_choice import LEAST_RUN_S, fastest_rows
+from vramfit.training.rows_choice import LEAST_RUN_S, Room, fastest_rows
 from vramfit.training.samples import Prompt, sample_prompts
 from vramfit.training.saver import FROM_ITS_PLACE, NOT_PLANNED, Saver
 from vramfit.training.wear import wear_warning
@@ -191,8 +192,9 @@ class Run:
         )
         self.tell(notes, step=step)
 
-    def try_rows(self, *, cache: Path, step: int) -> None:
-        """Before the first step on a card: are fewer sequences at a time faster?"""
+    def try_rows(self, memory: MemoryEstimate, *, cache: Path, step: int) -> None:
+        """Before the first step on a card: are fewer sequences at a time faster, or more where `memory` was reckoned
+        too high?"""
         self.recorder.phase(PhaseProgress(name="loading", detail="trying micro-batches"))
         examples = [self.data.train[row] for row in self.order.rows(step + 1)]
         most = min(self.micro_batch, self.executor.recovery.most_rows or self.micro_batch, len(examples))
@@ -200,20 +202,34 @@ class Run:
             self.executor,
             lambda rows: self._split(examples, rows),
             most=most,
+            of=len(examples),
+            room=self._room(memory),
             folder=cache,
             kind=self.care.kind,
             fewer=self.care.fewer_rows,
         ):
             if isinstance(found, int):
-                self.micro_batch = found
+                self.micro_batch = self.care.micro_batch = found
             else:
                 self.tell([found], step=step)
 
     def tries_rows(self, run_s: float) -> bool:
         """Whether there is something to try on a card, in a run that is long enough to win it back."""
         plan, wish = self.plan, self.config.memory.micro_batch
-        worth = self.micro_batch > 1 and run_s >= LEAST_RUN_S
+        worth = self.config.schedule.sequences_per_step > 1 and run_s >= LEAST_RUN_S
         return wish == "auto" and worth and plan.device != "cpu" and not plan.optimizer_in_backward
+
+    def _room(self, memory: MemoryEstimate) -> Room | None:
+        """For more sequences at once than planned; None where memory has shown to bear no more, or blocks visit."""
+        if self.care.limited or self.plan.weights_tier != "device":
+            return None
+        states = max(phase.parts.get("optimizer", 0) for phase in memory.phases)
+        beside = memory.device_bytes - memory.peak_bytes
+        return Room(
+            bytes=int(HIGH * min(self.plan.budget_bytes, self.executor.reading().reach)),
+            to_come_bytes=states + 2 * beside,
+            longest_tokens=self.data.workload.longest_tokens,
+        )
 
     def evaluate(self, step: int) -> bool:
         """Mean loss over the held-out share. Returns whether it is the best so far."""
@@ -282,6 +298,7 @@ class Run:
                 "identity": self._identity(),
                 "versions": versions(),
                 "micro_batch": self.micro_batch,
+                "planned_micro_batch": self.plan.micro_batch,
                 "optimizer_bits": self.plan.optimizer_bits,
                 "final_loss": self.final_loss,
                 "eval_loss": self.eval_loss,
@@ -349,7 +366,9 @@ class Run:
             self.health.load_state(saved.values.get("health", {}))
             self.recorder.restore(saved.values.get("unstored", []))
             # Memory that is free now must not change the last bits, nor the dropout: only less of it makes fewer rows.
-            self.micro_batch = min(self.micro_batch, saved.values.get("micro_batch", self.micro_batch))
+            was = saved.values.get("micro_batch", self.micro_batch)
+            as_planned = self.plan.micro_batch >= saved.values.get("planned_micro_batch", math.inf)
+            self.micro_batch = self.care.micro_batch = was if as_planned else min(self.micro_batch, was)
         except (KeyError, TypeError, AttributeError) as error:  # whole by its hashes, and yet not what `save` writes
             raise CheckpointError(
                 f"{saved.path.name} does not hold what this run saves ({type(error).__name__}: {error})",

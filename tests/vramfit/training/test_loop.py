@@ -545,6 +545,28 @@ def test_a_stop_at_the_last_step_finishes_and_a_second_resume_knows_the_result(
     assert again.peak_allocated_bytes == done.peak_allocated_bytes
 
 
+def test_more_rows_at_once_than_planned_stay_so_when_the_run_is_resumed(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial on a card found that three are faster than the one that was planned; only new runs try."""
+    from vramfit.training.run import Run
+
+    whole, first, second, tried = kept(), kept(), kept(), []
+
+    def three(self: Any, *_: Any, **__: Any) -> None:
+        tried.append(self.micro_batch)
+        self.micro_batch = self.care.micro_batch = 3
+
+    monkeypatch.setattr(Run, "tries_rows", lambda self, run_s: True)
+    monkeypatch.setattr(Run, "try_rows", three)
+    config = small_run(memory={"micro_batch": 1})
+    train(config, folder=tmp_path / "whole", cache=cache, recorder=whole)
+    train(config, folder=tmp_path / "cut", cache=cache, recorder=first, should_stop=stop_after(first, 3))
+    train(config, folder=tmp_path / "cut", cache=cache, recorder=second, resume=True)
+    assert tried == [1, 1]
+    assert first.losses + second.losses == whole.losses
+
+
 def test_another_amount_of_free_memory_does_not_change_what_is_resumed(
     small_run: Build, kept: Keep, cache: Path, tmp_path: Path
 ) -> None:
