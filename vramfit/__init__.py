@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vramfit.engine.accelerators import prepare_allocator as prepare_allocator
     from vramfit.engine.wrap import wrap as wrap
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "wrap"]
+__all__ = ["__version__", "prepare_allocator", "wrap"]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,4 +23,8 @@ def __getattr__(name: str) -> Any:
         from vramfit.engine.wrap import wrap
 
         return wrap
+    if name == "prepare_allocator":
+        from vramfit.engine.accelerators import prepare_allocator
+
+        return prepare_allocator
     raise AttributeError(f"module 'vramfit' has no attribute {name!r}")

@@ -37,6 +37,7 @@ from vramfit.engine.loss import IGNORED, TokenLoss, model_inputs, targets_of
 from vramfit.engine.peak import PeakMeter
 from vramfit.engine.precision import (
     DTYPES,
+    PrecisionChoice,
     autocast,
     check_precision,
     choose_precision,
@@ -97,8 +98,10 @@ def wrap(
         raise ConfigError(problems)
     device = _only_device(model)
     _check_trained(model, optimizer)
-    compute: Precision = choose_precision(device).compute if precision == "auto" else precision
-    check_precision(device, compute)
+    choice = (
+        choose_precision(device) if precision == "auto" else PrecisionChoice(compute=precision, reason="you set it")
+    )
+    check_precision(device, choice.compute)
     if recompute or budget_gib:
         _check_blocks(model, "recompute" if recompute else "budget_gib")
     recompute_blocks(model, len(find_blocks(model)) if recompute == "all" else recompute)
@@ -106,7 +109,7 @@ def wrap(
         model,
         optimizer,
         loss=loss,
-        compute=compute,
+        precision=choice,
         micro_batch=micro_batch,
         max_grad_norm=max_grad_norm,
         budget_bytes=int(budget_gib * GIB),
@@ -114,7 +117,8 @@ def wrap(
 
 
 class WrappedStep:
-    """One optimizer step per call. `micro_batch` is rows per piece (0: the whole batch), `compute` the precision."""
+    """One optimizer step per call. `micro_batch` is rows per piece (0: the whole batch), `compute` the precision and
+    `precision_reason` why it is that one."""
 
     def __init__(
         self,
@@ -122,16 +126,17 @@ class WrappedStep:
         optimizer: torch.optim.Optimizer,
         *,
         loss: LossFunction | None,
-        compute: Precision,
+        precision: PrecisionChoice,
         micro_batch: int | Auto,
         max_grad_norm: float,
         budget_bytes: int = 0,
     ) -> None:
-        self.model, self.optimizer, self.compute, self.max_grad_norm = model, optimizer, compute, max_grad_norm
+        self.model, self.optimizer, self.max_grad_norm = model, optimizer, max_grad_norm
+        self.compute, self.precision_reason = precision.compute, precision.reason
         self.device = next(model.parameters()).device
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._scaler = loss_scaler(self.device, compute, trained=self._parameters)
-        self._loss: Any = loss or _loss_of(model, compute)
+        self._scaler = loss_scaler(self.device, self.compute, trained=self._parameters)
+        self._loss: Any = loss or _loss_of(model, self.compute)
         self._recovery = Recovery(model, optimizer, device=self.device, scaler=self._scaler, budget_bytes=budget_bytes)
         self._recovery.most_rows = 0 if micro_batch == "auto" else micro_batch
         self._care = _Care(model, optimizer, self.device, budget_bytes) if budget_bytes else None

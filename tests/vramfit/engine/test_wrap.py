@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 import re
+import subprocess
+import sys
 from collections import namedtuple
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -310,6 +312,25 @@ def test_the_documented_example_changes_at_most_ten_lines():
     before = [line for line in example("before").splitlines() if line.strip()]
     added = [line for line in example("after").splitlines() if line.strip() and line not in before]
     assert 3 <= len(added) <= 10
+
+
+def test_the_documented_lines_prepare_the_allocator_before_torch_is_there():
+    from vramfit.engine import accelerators
+
+    assert vramfit.prepare_allocator is accelerators.prepare_allocator
+    before, behind = example("allocator").split("import torch\n")
+    assert "prepare_allocator()" in before and not behind
+    code = f"{before}import sys\nprint('torch' in sys.modules)"
+    made = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert made.stdout.split() == ["False"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "compute", "why"), [("auto", "fp32", "CPUs without"), ("bf16", "bf16", "you set")]
+)
+def test_the_precision_says_why(precision, compute, why):
+    step = vramfit.wrap(*classifier(), precision=precision)
+    assert step.compute == compute and step.precision_reason.startswith(why)
 
 
 def test_the_documented_hugging_face_lines_run(tiny):
