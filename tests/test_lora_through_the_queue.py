@@ -22,7 +22,10 @@ from vramfit.planning.plan import Workload
 from vramfit.planning.planner import forecast_run
 from vramfit.training import checkpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # peft 0.21
+]
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 280

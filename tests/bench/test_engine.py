@@ -10,6 +10,8 @@ from engine import Figure, Rival, Row, Setting, Side, compare, page, write_page
 from engine_techniques import TECHNIQUES
 from engine_works import TINY, TINY_LORA, run_config, step_examples, trained_tokens, works
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("technique", TECHNIQUES, ids=lambda technique: technique.name)
 def test_every_technique_is_a_wish_that_exists(technique, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_alerts_reach_the_webhook_and_a_tab_in_the_background(
             spike = Event(time=1.0, level="warning", kind="loss-spike", message="The loss jumped to 9.", step=3)
             store.record(job.id, attempt=1, events=[spike])
             store.transition(job.id, expected=("running",), state="failed", attempt=1, failure="It broke.")
-        see("window.told.length === 2", seconds=60)
+        see("window.told.length === 2")
         assert page.evaluate("window.told") == [
             "Run 1 (Night) is not well: The loss jumped to 9.",
             "Run 1 (Night) failed: It broke.",

@@ -18,7 +18,7 @@ See = Callable[..., None]
 def choose(page: Page, seeded: object) -> Callable[[Path], None]:
     """Opens the New run page and names a file of one's own."""
     page.goto(seeded.url)
-    expect(page.locator("#data-card")).to_contain_text("6,000", timeout=30_000)  # the starter's stories
+    expect(page.locator("#data-card")).to_contain_text("6,000")  # the starter's stories
     page.locator("#field-data-choice input").click()
     page.locator("[role=option]", has_text="My own files").click()
     return lambda path: page.locator("#field-data-paths textarea").fill(str(path))
@@ -35,14 +35,14 @@ def test_any_row_is_shown_as_the_model_sees_it(page: Page, choose: Callable[[Pat
     ]
     choose(_write(tmp_path / "mine.jsonl", rows, '{"question": "half'))
     card = page.locator("#data-card")
-    expect(card).to_contain_text("question/answer", timeout=30_000)
+    expect(card).to_contain_text("question/answer")
     expect(card.locator(".vf-data-bad-rows")).to_contain_text("line 3001")
     learned, title, number = (
         card.locator(".vf-row-view mark"),
         card.locator(".vf-row-title"),
         card.locator("[data-row]"),
     )
-    expect(learned.first).to_contain_text("<b>Number</b> 0.", timeout=60_000)
+    expect(learned.first).to_contain_text("<b>Number</b> 0.")
     expect(card).to_contain_text("1,000 rows drawn evenly")
     expect(card.locator(".vf-hist i")).not_to_have_count(0)
     expect(card.locator("[data-turn='-1']")).to_be_disabled()
@@ -55,7 +55,7 @@ def test_any_row_is_shown_as_the_model_sees_it(page: Page, choose: Callable[[Pat
     number.fill("18")
     number.press("Enter")
     page.locator("#field-data-max_length :is(textarea, input)").fill("64")
-    expect(card.locator(".vf-row-view s").first).to_contain_text("long", timeout=30_000)  # the same row, now cut
+    expect(card.locator(".vf-row-view s").first).to_contain_text("long")  # the same row, now cut
     expect(number).to_have_value("18")
     card.locator("[data-find='left_out']").click()
     expect(card.locator(".vf-row-lost")).to_contain_text("Left out:")
@@ -79,7 +79,7 @@ def test_unknown_columns_are_mapped_with_one_press(page: Page, choose: Callable[
     rows = [{"Nr": n, "Antwort": f"Das sind {n} kleine Häuser.", "Frage": f"Was ist {n}?"} for n in range(40)]
     choose(_write(tmp_path / "fragen.jsonl", rows))
     columns = page.locator("#field-columns")
-    expect(columns.locator("details")).to_have_attribute("open", "", timeout=30_000)
+    expect(columns.locator("details")).to_have_attribute("open", "")
     expect(columns).to_contain_text("This is a guess")
     expect(columns.locator(".vf-field-problem")).to_contain_text("'Frage'")
     expect(columns.locator("select[data-part='prompt']:visible")).to_have_value("Frage")
@@ -87,16 +87,16 @@ def test_unknown_columns_are_mapped_with_one_press(page: Page, choose: Callable[
     columns.locator("select[data-part='text']").select_option("Antwort")
     columns.locator("[data-use]").click()
     card = page.locator("#data-card")
-    expect(card.locator(".vf-row-view mark").first).to_contain_text("s sind 0 kleine", timeout=60_000)
+    expect(card.locator(".vf-row-view mark").first).to_contain_text("s sind 0 kleine")
     expect(page.locator("#estimate .vf-bar")).to_be_visible()
     expect(page.locator(".vf-field-problem")).to_have_count(0)
     columns.locator("summary").click()
     columns.locator("[data-forget]").click()
-    expect(columns).to_contain_text("This is a guess", timeout=30_000)
+    expect(columns).to_contain_text("This is a guess")
     columns.locator("[data-use]").click()
-    expect(card).to_contain_text("prompt/completion", timeout=30_000)
+    expect(card).to_contain_text("prompt/completion")
     expect(columns.locator("details")).not_to_have_attribute("open", "")
-    expect(card.locator(".vf-row-view pre")).to_contain_text("Was ist 0?", timeout=60_000)
+    expect(card.locator(".vf-row-view pre")).to_contain_text("Was ist 0?")
 
 
 def test_start_is_refused_until_someone_agrees_to_lose_rows(
@@ -105,7 +105,7 @@ def test_start_is_refused_until_someone_agrees_to_lose_rows(
     rows = [{"question": f"Who is {n}?", "answer": f"Number {n}." if n % 3 else None} for n in range(60)]
     choose(_write(tmp_path / "lossy.jsonl", rows))
     agree = page.locator(".vf-agree")
-    expect(agree).to_contain_text("20 of 60 rows (33.3%)", timeout=30_000)
+    expect(agree).to_contain_text("20 of 60 rows (33.3%)")
     page.locator("#field-schedule-max_steps :is(textarea, input)").fill("1")
     expect(page.locator("#estimate .vf-bar")).to_be_visible()
     page.click("#start")

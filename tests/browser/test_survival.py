@@ -29,7 +29,7 @@ def test_a_killed_panel_loses_no_step_and_doubles_none(page: Page, fresh: object
             time.sleep(0.5)
         assert store.job(1).state == "succeeded"
     fresh.start()  # at the same port, so the open page comes back by itself
-    see(f"document.querySelector('.vf-grid')?.dataset.lastStep === '{STEPS}'", seconds=60)
+    see(f"document.querySelector('.vf-grid')?.dataset.lastStep === '{STEPS}'")
     expect(page.locator(".vf-runhead .vf-badge")).to_have_text("succeeded")
     drawn = page.evaluate("document.querySelector('[data-chart=loss] .vf-plot').data[0].x")
     assert drawn == list(range(1, STEPS + 1))

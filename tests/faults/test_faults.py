@@ -30,7 +30,10 @@ from vramfit.faults import KINDS, POINTS, VARIABLE, parse, reach
 FAULTS = ALL if os.environ.get("VRAMFIT_ALL_FAULTS") else CHOSEN
 AT_ONCE = 2
 
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="a process cannot kill itself without a trace on Windows")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(os.name == "nt", reason="a process cannot kill itself without a trace on Windows"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,10 @@ def has_cpp_compiler() -> bool:
         return False
 
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # a compiler notes much about torch's own code
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.filterwarnings("ignore"),  # a compiler notes much about torch's own code
+]
 needs_compiler = pytest.mark.skipif(not has_cpp_compiler(), reason="torch's compiler for CPUs needs a C++ compiler")
 
 

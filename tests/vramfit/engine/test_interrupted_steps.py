@@ -22,6 +22,8 @@ from vramfit.errors import CheckpointError, OutOfDisk
 from vramfit.positioned import PositionedFile
 from vramfit.training import checkpoint
 
+pytestmark = pytest.mark.long
+
 
 class Interrupted(BaseException):
     """Stands for whatever ends a step from outside."""

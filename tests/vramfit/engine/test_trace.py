@@ -26,7 +26,10 @@ ADAPTED: dict[str, Any] = {"method": "lora", "lora_rank": 8, "lora_targets": ("a
 IN_16_BITS: dict[str, Any] = {**ADAPTED, "compute": "bf16", "weight_format": "bf16"}
 EAGER: dict[str, Any] = {**IN_16_BITS, "attention": "eager"}
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"),
+]
 
 
 def load_bench(name: str) -> ModuleType:

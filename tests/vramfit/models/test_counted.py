@@ -19,6 +19,8 @@ from vramfit.models.counted import from_count
 from vramfit.planning.plan import Workload
 from vramfit.planning.planner import forecast_run
 
+pytestmark = pytest.mark.long
+
 HELIUM = {
     "model_type": "helium",
     "hidden_size": 64,

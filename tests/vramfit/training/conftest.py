@@ -85,6 +85,33 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+@pytest.fixture(scope="session")
+def deep_folder(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve blocks with random weights and the starter's tokenizer, its table both embedding and head."""
+    import torch
+    import transformers
+
+    from vramfit.config import ModelChoice
+    from vramfit.models.tokenizer import load_tokenizer
+
+    folder = tmp_path_factory.mktemp("deep")
+    tokenizer = load_tokenizer(ModelChoice(), cache)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(5)
+    shape = transformers.LlamaConfig(
+        hidden_size=192,
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=384,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+    transformers.LlamaForCausalLM(shape).save_pretrained(folder)
+    return folder
+
+
 def rows_in(folder: Path) -> Path:
     """Twenty short rows of text that are all different."""
     path = folder / "rows.jsonl"

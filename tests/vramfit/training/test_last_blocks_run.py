@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from vramfit.config import ModelChoice, RunConfig
+from vramfit.config import RunConfig
 from vramfit.errors import CheckpointError
-from vramfit.models.tokenizer import load_tokenizer
 from vramfit.training.loop import train
+
+pytestmark = pytest.mark.long
 
 Keep = Callable[[], Any]
 
@@ -34,30 +35,6 @@ class Dies(Kept):
 config, folder, cache = sys.argv[1:]
 train(RunConfig.from_file(Path(config)), folder=Path(folder), cache=Path(cache), recorder=Dies())
 """
-
-
-@pytest.fixture(scope="module")
-def deep_folder(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve blocks with random weights and the starter's tokenizer, its table both embedding and head."""
-    import torch
-    import transformers
-
-    folder = tmp_path_factory.mktemp("deep")
-    tokenizer = load_tokenizer(ModelChoice(), cache)
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(5)
-    shape = transformers.LlamaConfig(
-        hidden_size=192,
-        num_hidden_layers=12,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=384,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-    )
-    transformers.LlamaForCausalLM(shape).save_pretrained(folder)
-    return folder
 
 
 def a_run(folder: Path, rows: Path, **memory: Any) -> RunConfig:

@@ -12,6 +12,8 @@ from vramfit.config import RunConfig
 from vramfit.errors import WontFit
 from vramfit.training.loop import train
 
+pytestmark = pytest.mark.long
+
 Keep = Callable[[], Any]
 
 
@@ -73,7 +75,7 @@ def test_a_start_that_changes_the_base_keeps_a_run_from_streaming(
 
 
 def test_a_full_run_whose_budget_is_too_small_trains_on_disk_to_the_same_model(
-    smollm2_folder: Path, rows_file: Path, kept: Keep, tmp_path: Path
+    deep_folder: Path, rows_file: Path, kept: Keep, tmp_path: Path
 ) -> None:
     """Through a checkpoint and an export that never hold the model in memory."""
     from safetensors.torch import load_file
@@ -81,12 +83,15 @@ def test_a_full_run_whose_budget_is_too_small_trains_on_disk_to_the_same_model(
     there, here, resumed = kept(), kept(), kept()
     short = {"method": "full", "schedule": {"max_steps": 2}, "output": {"prompts": [], "evaluate_every": 2}}
     train(
-        a_run(smollm2_folder, rows_file, **short),
+        a_run(deep_folder, rows_file, **short),
         folder=tmp_path / "there",
         cache=tmp_path / "cache",
         recorder=there,
     )
-    tight = a_run(smollm2_folder, rows_file, memory={"budget_gib": 1.5}, **short)
+    memory = there.forecasts[0].memory
+    tight = a_run(
+        deep_folder, rows_file, memory={"budget_gib": (memory.device_bytes - memory.peak_bytes // 2) / 2**30}, **short
+    )
     run = {"folder": tmp_path / "here", "cache": tmp_path / "cache"}
     begun = train(tight, recorder=here, should_stop=lambda: len(here.metrics) == 1, **run)
     train(tight, recorder=resumed, resume=True, **run)
