@@ -1,29 +1,27 @@
 """How fast and how small the engine is: against transformers' Trainer, and each technique with and without it.
 
-    python bench/engine.py [--json] [--only WORDS] [--device cpu] [--size usual|tiny|card] [--write]
+    python bench/engine.py [--json] [--only WORDS ...] [--device cpu] [--size usual|tiny|card] [--write]
 
 Each side of a comparison is a process of its own (bench/engine_side.py); they take steps in turns, A B A B, so that
 what else the machine does falls on both. A speed is the median of the pairs' ratios; memory is of one step, above the
 weights. `--json` prints one object per figure: name, value, goal, met. `--write` puts the tables into
-docs/benchmarks.md. Takes about 25 minutes on two cores; `--size tiny` some minutes, and says nothing about speed.
+docs/benchmarks.md; of a part (`--part`, `--only`) it puts those lines in their places. Takes about 40 minutes on two
+cores; `--size tiny` some minutes, and says nothing about speed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import importlib.util
 import json
 import os
 import platform
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,46 +30,19 @@ from typing import Any, Final, Literal, Self
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 
+from engine_page import Figure, Row, figure_line, page, row_line, write_page, written
 from engine_techniques import TECHNIQUES, Technique
-from engine_works import ALPACA, ROOT, Work, data_note, works
+from engine_works import Work, data_note, smollm_folder, works
+
+from vramfit.errors import VramfitError
 
 MIB: Final = 2**20
-PAGE: Final = ROOT / "docs" / "benchmarks.md"
-HEADING: Final = "## The engine"
 SAME_LOSS: Final = 1e-4
 WARM_STEPS: Final = 2
 
 
 class Refused(Exception):
     """A side could not do what it was asked to."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """One number. `at_most` says whether the goal is an upper limit."""
-
-    name: str
-    value: float
-    unit: str
-    goal: float | None = None
-    at_most: bool = False
-    note: str = ""
-
-    @property
-    def met(self) -> bool | None:
-        if self.goal is None:
-            return None
-        return self.value <= self.goal if self.at_most else self.value >= self.goal
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "value": self.value,
-            "unit": self.unit,
-            "goal": self.goal,
-            "met": self.met,
-            "note": self.note,
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,17 +98,18 @@ class Side:
         self.close()
 
     def steps(self, count: int, *, counts: bool = True) -> tuple[float, float]:
-        """(seconds, processor seconds) a step, the median of `count`."""
+        """(seconds, processor seconds) a step, the mean of `count`."""
         answer = self._ask({"steps": count})
         self.losses += answer["losses"]
         if counts:
             self.seconds += answer["seconds"]
             self.cpu += answer["cpu"]
             self.tokens += answer["tokens"]
-        return statistics.median(answer["seconds"]), statistics.median(answer["cpu"])
+        return statistics.fmean(answer["seconds"]), statistics.fmean(answer["cpu"])
 
-    def measure_memory(self) -> None:
-        self.memory = self._ask({"memory": "resident"}) | self._ask({"memory": "allocated"})
+    def measure_memory(self, steps: int = 1) -> None:
+        for what in ("resident", "allocated"):
+            self.memory |= self._ask({"memory": what, "steps": steps})
 
     @property
     def tokens_per_s(self) -> float:
@@ -203,17 +175,21 @@ class Comparison:
         return max(abs(one - other) / abs(other) for one, other in pairs)
 
 
-def compare(first: Side, second: Side, *, pairs: int) -> Comparison:
-    """Warm both, measure both's memory, then take steps in turns."""
+def compare(first: Side, second: Side, *, pairs: int, steps: int = 1) -> Comparison:
+    """Warm both, measure both's memory, then take `steps` in turns."""
     for side in (first, second):
         side.steps(WARM_STEPS, counts=False)
-        side.measure_memory()
+        side.measure_memory(steps)
     made = Comparison(first, second)
     for _ in range(pairs):
-        one, other = first.steps(1), second.steps(1)
+        one, other = first.steps(steps), second.steps(steps)
         made.ratios.append(other[0] / one[0])
         made.cpu_ratios.append(other[1] / max(one[1], 1e-9))
     return made
+
+
+def _asked_for(name: str, only: Sequence[str]) -> bool:
+    return not only or any(words in name for words in only)
 
 
 # --- against the Trainer ---------------------------------------------------------------------------------------------
@@ -247,12 +223,12 @@ RIVALS: Final = (
 )
 
 
-def against_trainer(setting: Setting, only: str = "") -> Iterator[Figure]:
+def against_trainer(setting: Setting, only: Sequence[str] = ()) -> Iterator[Figure]:
     """Speed and memory against transformers' Trainer, which takes the same rows in the same steps."""
     full, lora = works(setting.size)
     for rival in RIVALS:
         work = full if rival.work == "full" else lora
-        if only not in f"{work.name}, {rival.name}":
+        if not _asked_for(f"{work.name}, {rival.name}", only):
             continue
         with Side(setting, work, "ours", rival.ours) as ours, Side(setting, work, "trainer", rival.trainer) as theirs:
             made = compare(ours, theirs, pairs=setting.pairs)
@@ -263,7 +239,7 @@ def against_trainer(setting: Setting, only: str = "") -> Iterator[Figure]:
                 value=made.faster,
                 unit="x",
                 goal=rival.speed_goal,
-                note=f"{speeds}; {data_note(work)}",
+                note=f"{speeds}; {data_note(work)}; {when()}",
             )
             yield from _memory_figures(name, made, rival.memory_goal)
             yield Figure(
@@ -289,7 +265,7 @@ def _memory_figures(name: str, made: Comparison, goal: float | None) -> Iterator
 # --- by itself -------------------------------------------------------------------------------------------------------
 
 
-def overhead(setting: Setting, _: str = "") -> Iterator[Figure]:
+def overhead(setting: Setting, _: Sequence[str] = ()) -> Iterator[Figure]:
     """The engine against a loop by hand with the same techniques, and how much of the device's products it reaches."""
     work, _ = works(setting.size)
     with Side(setting, work, "ours", {"memory": {"activations": "keep"}}) as ours:
@@ -303,7 +279,7 @@ def overhead(setting: Setting, _: str = "") -> Iterator[Figure]:
                 unit="%",
                 goal=2.0,
                 at_most=True,
-                note=f"by hand over engine {made.spread}; losses apart {made.loss_difference():.1g}",
+                note=f"by hand over engine {made.spread}; losses apart {made.loss_difference():.1g}; {when()}",
             )
             step = statistics.median(ours.seconds)
     with Side(setting, work, "products", {}) as rate:
@@ -312,7 +288,7 @@ def overhead(setting: Setting, _: str = "") -> Iterator[Figure]:
             name="share of the measured rate of products",
             value=100.0 * flops / step / rate.about["flops"],
             unit="%",
-            note=f"{flops / step / 1e9:.0f} of {rate.about['flops'] / 1e9:.0f} GFLOP/s in {setting.compute}",
+            note=f"{flops / step / 1e9:.0f} of {rate.about['flops'] / 1e9:.0f} GFLOP/s in {setting.compute}; {when()}",
         )
     yield reporting(step)
 
@@ -361,7 +337,8 @@ def reporting(step_seconds: float) -> Figure:
         unit="% of a step",
         goal=1.0,
         at_most=True,
-        note=f"reported {1e3 * reported:.2f} ms, written {1e3 * written:.2f} ms, a reading {1e3 * sampled:.2f} ms",
+        note=f"reported {1e3 * reported:.2f} ms, written {1e3 * written:.2f} ms, a reading {1e3 * sampled:.2f} ms; "
+        f"{when()}",
     )
 
 
@@ -394,33 +371,15 @@ def _metrics(step: int) -> Any:
 # --- each technique --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A technique with and without it: trained tokens/s and MiB above the weights; or why it was not run."""
-
-    name: str
-    faster: float = 0.0
-    tokens_per_s: tuple[float, float] = (0.0, 0.0)
-    allocated: tuple[float, float] = (0.0, 0.0)
-    resident: tuple[float, float] = (0.0, 0.0)
-    loss_difference: float = 0.0
-    same_loss: float | None = None
-    why_not: str = ""
-
-    @property
-    def as_expected(self) -> bool:
-        return bool(self.why_not) or self.same_loss is None or self.loss_difference <= self.same_loss
-
-
-def techniques(setting: Setting, only: str = "") -> Iterator[Row]:
+def techniques(setting: Setting, only: Sequence[str] = ()) -> Iterator[Row]:
     full, lora = works(setting.size)
     for technique in TECHNIQUES:
-        if only in technique.name:
-            yield _row(setting, technique, full if technique.work == "full" else lora)
+        if _asked_for(technique.name, only):
+            yield _row(setting, technique, technique.work_of(full, lora))
 
 
 def _row(setting: Setting, technique: Technique, work: Work) -> Row:
-    lacking = _lacking(setting, technique)
+    lacking = technique.lacking(setting.device)
     if lacking:
         return Row(name=technique.name, why_not=lacking)
     try:
@@ -428,7 +387,7 @@ def _row(setting: Setting, technique: Technique, work: Work) -> Row:
             Side(setting, work, "ours", technique.with_, technique.compute) as one,
             Side(setting, work, "ours", technique.without, technique.compute) as other,
         ):
-            made = compare(one, other, pairs=max(3, setting.pairs - 2))
+            made = compare(one, other, pairs=max(3, setting.pairs - 2), steps=technique.steps)
     except Refused as refusal:
         return Row(name=technique.name, why_not=str(refusal).splitlines()[0])
     return Row(
@@ -439,114 +398,44 @@ def _row(setting: Setting, technique: Technique, work: Work) -> Row:
         resident=(one.memory["resident"] / MIB, other.memory["resident"] / MIB),
         loss_difference=made.loss_difference(),
         same_loss=technique.same_loss,
+        note=_row_note(technique, made),
     )
 
 
-def _lacking(setting: Setting, technique: Technique) -> str:
-    for need in technique.needs:
-        if need == "card" and setting.device == "cpu":
-            return "needs a card"
-        if need == "cpu" and setting.device != "cpu":
-            return "of the CPU alone"
-        if need not in ("card", "cpu") and importlib.util.find_spec(need) is None:
-            return f"{need} is not installed"
-    return ""
+def _row_note(technique: Technique, made: Comparison) -> str:
+    starts = [side.about["start_s"] for side in (made.first, made.second)]
+    told = f"ready after {starts[0]:.1f} / {starts[1]:.1f} s; " if technique.tells_start else ""
+    return f"{told}{made.spread}; {when()}"
 
 
 # --- what is shown ---------------------------------------------------------------------------------------------------
 
 
+def when() -> str:
+    """Day and load, as every figure has to carry them."""
+    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    return f"{datetime.now(UTC).date()}{load}"
+
+
 def machine_note(setting: Setting) -> str:
-    """Day, machine and load, as every figure has to carry them."""
+    """Day, load, machine and libraries."""
     import torch
     import transformers
 
     card = setting.device if setting.device == "cpu" else torch.cuda.get_device_name(setting.device)
     cores = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {setting.threads} threads"
-    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     libraries = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    return f"{datetime.now(UTC).date()}, {card} ({cores}){load}, {setting.compute}, {libraries}"
-
-
-def figure_line(figure: Figure) -> str:
-    verdict = "" if figure.goal is None else f"  goal {figure.goal:g}: {'met' if figure.met else 'NOT met'}"
-    return f"{figure.name:<66}{figure.value:>10.4g} {figure.unit}{verdict}  {figure.note}"
-
-
-def row_line(row: Row) -> str:
-    if row.why_not:
-        return f"{row.name:<36} not run: {row.why_not}"
-    mark = "" if row.as_expected else "  LOSS DIFFERS"
-    return (
-        f"{row.name:<36}{row.faster:6.2f} x  {row.tokens_per_s[0]:8.0f} / {row.tokens_per_s[1]:.0f} tokens/s  "
-        f"{row.allocated[0]:8.0f} / {row.allocated[1]:.0f} MiB  losses apart {row.loss_difference:.1g}{mark}"
-    )
-
-
-def page(figures: list[Figure], rows: list[Row], notes: list[str]) -> str:
-    """The engine's part of docs/benchmarks.md."""
-    lines = [HEADING, "", f"`python bench/engine.py --write`: {notes[0]}; at the end: {notes[-1]}."]
-    lines += [
-        "Ratios are medians of steps taken in turns by two processes; memory is one step's, above the weights. The",
-        "Trainer has fused AdamW, SDPA, no logging, the whole step as one batch padded to its longest row,",
-        "`group_by_length` off (the rows of a step are given); and the same threads, rows, learning rate and clipping.",
-    ]
-    if not ALPACA.is_file():
-        lines += ["The data set was not there: the starter's questions stood in for it."]
-    lines += ["", "| what | measured | goal | |", "|---|---|---|---|"]
-    for figure in figures:
-        sign = "<=" if figure.at_most else ">="
-        goal = "" if figure.goal is None else f"{sign} {figure.goal:g}: {'met' if figure.met else '**not met**'}"
-        lines.append(f"| {figure.name} | {figure.value:.3g} {figure.unit} | {goal} | {figure.note} |")
-    lines += ["", "Each technique with and without it, on the same work:", ""]
-    lines += [
-        "| technique | speed | tokens/s | MiB, allocator | MiB, resident set | losses apart |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        if row.why_not:
-            lines.append(f"| {row.name} | not run: {row.why_not} | | | | |")
-            continue
-        pairs = (f"{one:.0f} / {other:.0f}" for one, other in (row.tokens_per_s, row.allocated, row.resident))
-        apart = f"{row.loss_difference:.1g}" + ("" if row.as_expected else " **more than allowed**")
-        lines.append(f"| {row.name} | {row.faster:.2f} x | {' | '.join(pairs)} | {apart} |")
-    return "\n".join(lines) + "\n"
-
-
-def write_page(text: str) -> None:
-    """Put the engine's part in place of the old one, or at the end."""
-    whole = PAGE.read_text(encoding="utf-8")
-    pattern = re.compile(rf"^{re.escape(HEADING)}$.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
-    if pattern.search(whole):
-        whole = pattern.sub(lambda _: text + "\n", whole, count=1)
-    else:
-        whole = whole.rstrip("\n") + "\n\n" + text
-    PAGE.write_text(whole.rstrip("\n") + "\n", encoding="utf-8")
+    return f"{when()}, {card} ({cores}), {setting.compute}, {libraries}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one object per figure")
-    parser.add_argument("--part", choices=("trainer", "overhead", "techniques"), help="only this part")
-    parser.add_argument("--only", default="", help="techniques and rivals whose name has this in it")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--size", choices=("usual", "tiny", "card"), default="usual")
-    parser.add_argument("--compute", choices=("fp32", "bf16", "fp16"), default="fp32")
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
-    parser.add_argument("--write", action="store_true", help="write the tables into docs/benchmarks.md")
-    options = parser.parse_args()
+    options = _options()
     figures: list[Figure] = []
     rows: list[Row] = []
+    if options.size == "usual" and options.part != "overhead":
+        smollm_folder()  # before half an hour is spent on what needs no model
     with tempfile.TemporaryDirectory() as scratch:
-        setting = Setting(
-            device=options.device,
-            size=options.size,
-            compute=options.compute,
-            pairs=options.pairs,
-            threads=options.threads,
-            scratch=Path(scratch),
-        )
+        setting = _setting(options, Path(scratch))
         notes = [machine_note(setting)]
         say = (lambda line: None) if options.json else (lambda line: print(line, flush=True))
         say(notes[0])
@@ -561,12 +450,39 @@ def main() -> None:
                 say(row_line(row))
         notes.append(machine_note(setting))
     if options.json:
-        print(
-            json.dumps([figure.to_json() for figure in figures] + [dataclasses.asdict(row) for row in rows], indent=1)
-        )
+        each = [*figures, *(figure for row in rows for figure in row.figures())]
+        print(json.dumps([figure.to_json() for figure in each], indent=1))
     if options.write:
-        write_page(page(figures, rows, notes))
+        write_page(page(figures, rows, notes, before=written() if options.part or options.only else ""))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one object per figure")
+    parser.add_argument("--part", choices=("trainer", "overhead", "techniques"), help="only this part")
+    parser.add_argument("--only", nargs="+", default=(), help="techniques and rivals whose name has one of these in it")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--size", choices=("usual", "tiny", "card"), default="usual")
+    parser.add_argument("--compute", choices=("fp32", "bf16", "fp16"), default="fp32")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/benchmarks.md")
+    return parser.parse_args()
+
+
+def _setting(options: argparse.Namespace, scratch: Path) -> Setting:
+    return Setting(
+        device=options.device,
+        size=options.size,
+        compute=options.compute,
+        pairs=options.pairs,
+        threads=options.threads,
+        scratch=scratch,
+    )
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (Refused, VramfitError) as refusal:
+        raise SystemExit(str(refusal)) from None

@@ -2,8 +2,8 @@
 
 The order says which work, on which device, and which side: "ours" is the engine as a run uses it, "trainer" the
 `Trainer` of transformers (with peft for LoRA), "hand" a loop written by hand around the engine's loss. It then obeys a
-line at a time: {"steps": n} times n optimizer steps, {"memory": "resident"} or "allocated" measures one. Answers are
-JSON lines.
+line at a time: {"steps": n} times n optimizer steps, {"memory": "resident"} or "allocated" measures one, or as
+many as "steps" says. Answers are JSON lines.
 """
 
 from __future__ import annotations
@@ -148,8 +148,9 @@ def serve(side: Side, model: nn.Module, optimizer: Any, one_step: Any, about: di
     for order in orders():
         if order.get("memory"):
             meter.begin_memory(optimizer, order["memory"])
-            one_step(done)
-            done += 1
+            for _ in range(order.get("steps", 1)):
+                one_step(done)
+                done += 1
             say(meter.end_memory())
             continue
         answer: dict[str, list[float]] = {"seconds": [], "cpu": [], "losses": [], "tokens": []}
@@ -203,18 +204,51 @@ class Engine:
     plan: Plan
     executor: Any
     rows: list[list[Any]]
+    calibrator: Any = None
+    calibrate_every: int = 0
+    shortage: Any = None
+
+    def train(self, number: int) -> float:
+        """One step and what a run does around it. Returns its loss."""
+        batches = split(self.rows[number % len(self.rows)], self.plan.micro_batch, 0)
+        if self.calibrate_every and number % self.calibrate_every == 0:
+            self.calibrator.check(batches[0])
+        if self.shortage:
+            self.shortage.begin()
+        loss: float = self.executor.step(batches, LEARNING_RATE).loss
+        return loss
 
     def step(self, number: int) -> float:
-        batches = split(self.rows[number % len(self.rows)], self.plan.micro_batch, 0)
-        loss: float = self.executor.step(batches, LEARNING_RATE).loss
+        loss = self.train(number)
         self.executor.memory()
         return loss
 
 
+class Shortage:
+    """Memory runs out once in each step, behind the last block: as late as a forward can, for logits are what there is
+    no room for. Rows are halved, and whole again in the next step."""
+
+    def __init__(self, executor: Any) -> None:
+        from vramfit.engine.activations import find_blocks
+
+        self._recovery, self._waits = executor.recovery, False
+        find_blocks(executor.model)[-1].register_forward_hook(self._run_out)
+
+    def begin(self) -> None:
+        self._recovery.most_rows, self._waits = 0, True
+
+    def _run_out(self, *_: Any) -> None:
+        if self._waits:
+            self._waits = False
+            raise torch.OutOfMemoryError("as if there were no more")
+
+
 def ours(side: Side) -> None:
+    began = time.perf_counter()
     made = built_engine(side)
+    start_s = time.perf_counter() - began
     shown = ("micro_batch", "accumulation", "recompute", "loss", "loss_chunk_tokens", "compute", "packing", "compiled")
-    about = {"plan": {name: getattr(made.plan, name) for name in shown}}
+    about = {"plan": {name: getattr(made.plan, name) for name in shown}, "start_s": start_s}
     serve(side, made.executor.model, made.executor.optimizer, made.step, about)
 
 
@@ -233,15 +267,58 @@ def built_engine(side: Side) -> Engine:
 
         keep_freed_memory()
     model = load_model(config, plan, cache=side.scratch, start_file=side.scratch / "start.safetensors")
+    if side.options.get("head_parts"):
+        cut_head(model, side.options["head_parts"])
     optimizer = build_optimizer(model, config.schedule, plan, seed=SEED)
     if plan.compiled:
         CompiledBlocks(model, plan.compile_mode)
-    executor = ResidentExecutor(model, plan=plan, optimizer=optimizer, max_grad_norm=CLIP)
+    executor = ResidentExecutor(model, plan=plan, optimizer=optimizer, max_grad_norm=CLIP, loss=config.loss)
     if side.options.get("projects_all"):
         from vramfit.engine import resident
 
         resident.targets_of = all_positions  # type: ignore[assignment]
-    return Engine(plan=plan, executor=executor, rows=laid_out(side))
+    if config.adapter.start == "eva":
+        start_from_data(executor, side.steps)
+    return ready(side, Engine(plan=plan, executor=executor, rows=laid_out(side)))
+
+
+def ready(side: Side, made: Engine) -> Engine:
+    """With what the order asks for that no RunConfig says."""
+    if side.options.get("codec"):
+        from vramfit.engine.activations import set_activations
+
+        set_activations(made.executor.model, made.executor.activations, codec=side.options["codec"])
+    if side.options.get("calibrate_every"):
+        from vramfit.engine.drift import Calibrator
+
+        made.calibrate_every = side.options["calibrate_every"]
+        made.calibrator = Calibrator(made.executor, limit=1.0, may_raise=False)
+    if side.options.get("runs_out"):
+        made.shortage = Shortage(made.executor)
+    return made
+
+
+def cut_head(model: nn.Module, count: int) -> None:
+    """The same head in `count` parts along the vocabulary, each a matrix of its own."""
+    from vramfit.engine.head import ShardedHead
+
+    whole: Any = model.get_output_embeddings()  # type: ignore[operator]
+    parts = []
+    for rows in whole.weight.detach().chunk(count):
+        part = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device=rows.device, dtype=rows.dtype)
+        part.weight.data.copy_(rows)
+        parts.append(part)
+    model.set_output_embeddings(ShardedHead(parts))  # type: ignore[operator]
+
+
+def start_from_data(executor: Any, steps: list[list[Any]]) -> None:
+    """As a run does it: EVA's directions from the first rows, one at a time."""
+    from vramfit.models.adapter_start import start_from_inputs
+    from vramfit.training.run import EVA_SEQUENCES
+
+    rows = [row for step in steps for row in step][:EVA_SEQUENCES]
+    start_from_inputs(executor.model, lambda: executor.evaluate([split([row], 1, 0)[0] for row in rows]))
+    executor.weights_were_changed()
 
 
 def built_plainly(side: Side) -> nn.Module:
@@ -479,15 +556,15 @@ def main() -> None:
     scratch = Path(ORDER["scratch"])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     work = Work(**ORDER["work"])
-    side = Side(
-        work=work,
-        device=torch.device(ORDER["device"]),
-        steps=step_examples(work, scratch),
-        options=ORDER.get("options", {}),
-        scratch=scratch,
-        compute=ORDER.get("compute", "fp32"),
-    )
     try:
+        side = Side(
+            work=work,
+            device=torch.device(ORDER["device"]),
+            steps=step_examples(work, scratch),
+            options=ORDER.get("options", {}),
+            scratch=scratch,
+            compute=ORDER.get("compute", "fp32"),
+        )
         {"ours": ours, "trainer": trainer, "hand": hand, "products": products}[ORDER["side"]](side)
     except (VramfitError, ImportError) as error:
         say({"refused": str(error)})

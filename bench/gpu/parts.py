@@ -37,6 +37,8 @@ from vramfit.planning.plan import Plan
 
 MIB: Final = 2**20
 BENCH: Final = Path(__file__).parent.parent
+TECHNIQUES_S: Final = 95.0
+"""For all techniques together; those after it are named as left out."""
 
 
 @dataclass(frozen=True)
@@ -351,21 +353,25 @@ def memory(place: Place) -> None:
 
 def techniques(place: Place) -> None:
     """Each technique with and without it: steps a second and memory above the weights, in one process."""
-    full, lora = place.works
+    began = time.monotonic()
     known: dict[str, dict[str, float]] = {}
     for technique in TECHNIQUES:
-        if "cpu" in technique.needs or ("card" in technique.needs and place.device.type == "cpu"):
+        lacking = technique.lacking(str(place.device))
+        if time.monotonic() - began > TECHNIQUES_S:
+            lacking = "no time was left"
+        if lacking:
+            say(technique.name, left_out=lacking)
             continue
-        work = full if technique.work == "full" else lora
+        work = technique.work_of(*place.works)
         compute = technique.compute or place.compute
         if (place.device.type == "cpu" and compute == "bf16") or "compiled" in technique.name:
             continue  # that one is a part of its own
         with _told(technique.name):
             found = []
             for options in (technique.with_, technique.without):
-                key = json.dumps([work.name, compute, options], sort_keys=True)
+                key = json.dumps([work.to_json(), compute, options, technique.steps], sort_keys=True)
                 if key not in known:
-                    known[key] = _measured(place, work, compute, options)
+                    known[key] = _measured(place, work, compute, options, steps=technique.steps)
                 found.append(known[key])
             one, other = found
             say(
@@ -379,8 +385,8 @@ def techniques(place: Place) -> None:
             )
 
 
-def _measured(place: Place, work: Work, compute: str, options: dict[str, Any]) -> dict[str, float]:
-    """The second step's loss, seconds a step (median of 4), MiB above the weights."""
+def _measured(place: Place, work: Work, compute: str, options: dict[str, Any], *, steps: int = 1) -> dict[str, float]:
+    """The second step's loss, seconds a step (median of 4, or the mean of `steps`), MiB above the weights."""
     free()
     side = Side(
         work=work,
@@ -398,16 +404,15 @@ def _measured(place: Place, work: Work, compute: str, options: dict[str, Any]) -
     made.executor._peak.measure_again()
     made.executor.memory()
     took = []
-    for number in range(2, 6):
+    for number in range(2, 2 + (4 if steps == 1 else steps)):
         synchronize(place.device)
         began = time.perf_counter()
-        batches = split(made.rows[number % len(made.rows)], made.plan.micro_batch, 0)
-        made.executor.step(batches, 1e-4)
+        made.train(number)
         synchronize(place.device)
         took.append(time.perf_counter() - began)
     return {
         "loss": losses[-1],
-        "seconds": statistics.median(took),
+        "seconds": statistics.median(took) if steps == 1 else statistics.fmean(took),
         "mib": (made.executor.memory()[0] - weights) / MIB,
     }
 

@@ -6,10 +6,14 @@ import dataclasses
 from pathlib import Path
 
 import engine
+import engine_page
+import engine_side
 import engine_works
 import pytest
-from engine import Figure, Rival, Row, Setting, Side, compare, page, write_page
-from engine_techniques import TECHNIQUES
+import torch
+from engine import Rival, Setting, Side, compare
+from engine_page import Figure, Row, page, write_page, written
+from engine_techniques import OPTIONS, TECHNIQUES
 from engine_works import (
     LORA,
     TINY,
@@ -27,14 +31,79 @@ from vramfit.errors import ModelError
 
 pytestmark = pytest.mark.long
 
+BY_NAME = {technique.name: technique for technique in TECHNIQUES}
+
 
 @pytest.mark.parametrize("technique", TECHNIQUES, ids=lambda technique: technique.name)
 def test_every_technique_is_a_wish_that_exists(technique, tmp_path: Path) -> None:
-    work = TINY if technique.work == "full" else TINY_LORA
+    work = technique.work_of(TINY, TINY_LORA)
     for options in (technique.with_, technique.without):
-        assert options.keys() <= {"memory", "plan", "packing", "projects_all", "keeps_memory", "sections"}
+        assert options.keys() <= OPTIONS
         run_config(work, tmp_path, "cpu", memory=options.get("memory", {}), **options.get("sections", {}))
     assert technique.with_ != technique.without
+
+
+def steps_of(work: Work, options: dict, scratch: Path, compute: str) -> list[float]:
+    side = engine_side.Side(
+        work=work,
+        device=torch.device("cpu"),
+        steps=step_examples(work, scratch, most_steps=3),
+        options=options,
+        scratch=scratch,
+        compute=compute,
+    )
+    made = engine_side.built_engine(side)
+    return [made.step(number) for number in range(3)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "soft-capped head, in chunks",
+        "head in 4 parts",
+        "compress in fp8, all blocks",
+        "one step in 10 compared with fp32",
+        "memory runs out: replay in halves",
+    ],
+)
+def test_what_no_config_says_is_done_and_the_losses_are_the_same(name: str, tmp_path: Path) -> None:
+    technique = BY_NAME[name]
+    work = technique.work_of(TINY, TINY_LORA)
+    compute = technique.compute or "fp32"
+    found, wanted = (steps_of(work, each, tmp_path, compute) for each in (technique.with_, technique.without))
+    assert found == pytest.approx(wanted, rel=technique.same_loss, abs=0)
+    assert found[0] != found[1]
+
+
+def test_a_shortage_comes_once_a_step_and_halves_that_step_alone(tmp_path: Path) -> None:
+    side = engine_side.Side(
+        work=TINY,
+        device=torch.device("cpu"),
+        steps=step_examples(TINY, tmp_path, most_steps=2),
+        options={"runs_out": True},
+        scratch=tmp_path,
+        compute="fp32",
+    )
+    made = engine_side.built_engine(side)
+    told = []
+    step = made.executor.step
+
+    def listened(*given):
+        result = step(*given)
+        told.append(result.recovered)
+        return result
+
+    made.executor.step = listened
+    for number in range(2):
+        made.train(number)
+        assert made.executor.recovery.most_rows == TINY.rows_per_step // 2
+    assert len(told) == 2 and all("repeated with 2" in each for each in told)
+
+
+def test_a_device_without_units_for_a_format_says_so() -> None:
+    assert BY_NAME["tf32 products"].lacking("cpu") == "this cpu has no units for tf32"
+    assert BY_NAME["compiled blocks, max-autotune"].lacking("cpu") == "needs a card"
+    assert BY_NAME["SGD"].lacking("cpu") == ""
 
 
 CHATS = dataclasses.replace(TINY_LORA, data="chats", shape=None)
@@ -122,18 +191,63 @@ def test_a_side_that_is_refused_says_why(tmp_path: Path) -> None:
 def test_goals(value: float, at_most: bool, met: bool) -> None:
     assert Figure(name="", value=value, unit="x", goal=1.25, at_most=at_most).met is met
     assert Figure(name="", value=value, unit="x").met is None
+    assert Figure(name="", value=None, unit="x", goal=1.25).met is None
+
+
+def test_a_technique_is_one_figure_for_each_number() -> None:
+    row = Row(
+        name="recompute",
+        faster=0.8,
+        tokens_per_s=(80.0, 100.0),
+        allocated=(50.0, 200.0),
+        loss_difference=2e-5,
+        same_loss=1e-5,
+    )
+    said = [figure.to_json() for figure in row.figures()]
+    assert all(each.keys() == {"name", "value", "unit", "goal", "met", "note"} for each in said)
+    assert [(each["name"], each["value"], each["goal"], each["met"]) for each in said] == [
+        ("recompute: speed", 0.8, None, None),
+        ("recompute: peak above the weights, allocator", 0.25, None, None),
+        ("recompute: loss difference", 2e-5, 1e-5, False),
+    ]
+
+
+def test_a_technique_that_was_not_run_is_a_figure_without_a_value() -> None:
+    (said,) = [figure.to_json() for figure in Row(name="offload", why_not="needs a card").figures()]
+    assert (said["value"], said["met"], said["note"]) == (None, None, "not run: needs a card")
+
+
+def test_lines_that_were_not_measured_stay_on_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    place = tmp_path / "benchmarks.md"
+    place.write_text("# Benchmarks\n\n## After\n\n| what | measured |\n| others | 1 |\n", encoding="utf-8")
+    monkeypatch.setattr(engine_page, "PAGE", place)
+    assert written() == ""
+    old = [Row(name="SGD", faster=0.5), Row(name="Lion", faster=0.6), Row(name="a name of before", faster=0.7)]
+    speeds = [Figure(name=name, value=1.0, unit="x") for name in ("one", "two")]
+    write_page(page(speeds, old, ["then", "then"]))
+    write_page(
+        page([Figure(name="two", value=2.0, unit="x")], [Row(name="SGD", faster=0.9)], ["now"], before=written())
+    )
+    text = written()
+    assert [line[:10] for line in text.splitlines() if line.startswith(("| one", "| two"))] == [
+        "| one | 1 ",
+        "| two | 2 ",
+    ]
+    assert "| SGD | 0.90 x" in text and "| Lion | 0.60 x" in text and "0.50 x" not in text
+    assert "a name of before" not in text and "| others" not in text
+    assert place.read_text(encoding="utf-8").count("| others | 1 |") == 1
 
 
 def test_the_page_is_put_in_its_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     place = tmp_path / "benchmarks.md"
     place.write_text("# Benchmarks\n\n## Planner\n\nfast\n", encoding="utf-8")
-    monkeypatch.setattr(engine, "PAGE", place)
+    monkeypatch.setattr(engine_page, "PAGE", place)
     figures = [Figure(name="speed", value=1.3, unit="x", goal=1.25)]
     rows = [Row(name="recompute", faster=0.8), Row(name="offload", why_not="needs a card")]
     for _ in range(2):
         write_page(page(figures, rows, ["now", "later"]))
         text = place.read_text(encoding="utf-8")
-        assert text.count(engine.HEADING) == 1 and text.startswith("# Benchmarks\n\n## Planner\n\nfast\n")
+        assert text.count(engine_page.HEADING) == 1 and text.startswith("# Benchmarks\n\n## Planner\n\nfast\n")
         assert "| speed | 1.3 x | >= 1.25: met |" in text and "not run: needs a card" in text
         place.write_text(text + "\n## After\n\nkept\n", encoding="utf-8") if "After" not in text else None
     assert place.read_text(encoding="utf-8").endswith("## After\n\nkept\n")
