@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from vramfit.models import catalogue, families
 from vramfit.models.architecture import Architecture
+from vramfit.planning.other_programs import chunk_rows, shape_for, with_buckets
 from vramfit.planning.plan import Plan, ShardingKind, Workload
 from vramfit.planning.program import PROGRAMS, Program
 
@@ -105,14 +106,12 @@ def run_of(row: Row) -> Run:
     architecture = _model(row["model_id"])
     if architecture is None:
         raise Unusable(f"the catalogue has no {row['model_id'] or 'model without a name'}")
-    if architecture.experts:  # the libraries of these runs had a module for each
-        architecture = replace(architecture, experts=replace(architecture.experts, modules=True))
     program = program_of(row)
-    if program.unties_head:
-        architecture = replace(architecture, tied_embeddings=False)
+    architecture = shape_for(architecture, program)
     if not _number(row["seq_len"]) or not _number(row["micro_batch"]):
         raise Unusable("neither length nor micro-batch can be missing")
     plan = plan_of(row, architecture)
+    program = with_buckets(program, plan, architecture)
     # Where only the longest row is known, those around it are short: the mean of instruction data is about a tenth.
     mean = plan.max_length * (0.1 if "longest sample" in row["notes"] else 1.0)
     workload = Workload(sequences=1000, mean_tokens=mean, longest_tokens=plan.max_length, exact=True)
@@ -161,8 +160,6 @@ def program_of(row: Row) -> Program:
     program = PROGRAMS[_record(row)]
     if _is_adapter(row) and _bits(row["optimizer"]) == 16:
         program = replace(program, adapter=2.0)
-    if program.master and row["sharding"].startswith("zero"):
-        program = replace(program, sharding=replace(program.sharding, bucket_bytes=_bucket_bytes(program, row)))
     return program
 
 
@@ -203,24 +200,6 @@ _RASBT_NATIVE: Final = 6
 def _step_number(notes: str) -> int:
     found = re.search(r"cumulative step: (\d+)", notes)
     return int(found[1]) if found else 0
-
-
-_DEEPSPEED_BUCKET: Final = 5e8
-_COLOSSAL_BUCKET: Final = 12 * 2**20
-_ZERO3_LIVE: Final = 1e9
-"""Numbers in a bucket by default, and parameters ZeRO-3 keeps gathered at most."""
-
-
-def _bucket_bytes(program: Program, row: Row) -> float:
-    """Two 16-bit buckets to reduce gradients; ZeRO-3 one to prefetch, and its live parameters."""
-    if program.name == "colossalchat":
-        return 2 * 2 * _COLOSSAL_BUCKET
-    architecture = _model(row["model_id"])
-    size = architecture.params if architecture else _ZERO3_LIVE
-    if _is_adapter(row):
-        return 0.0
-    buckets = 2 * 2 * min(_DEEPSPEED_BUCKET, size)
-    return buckets + (2 * min(_ZERO3_LIVE, size) if row["sharding"] == "zero3" else 0.0)
 
 
 # --- plans -----------------------------------------------------------------------------------------------------------
@@ -330,19 +309,8 @@ def _recompute(row: Row, architecture: Architecture) -> dict[str, Any]:
 def _loss(row: Row, architecture: Architecture) -> dict[str, Any]:
     kind = _one_of(row["loss_impl"], ("full", "chunked", "fused"), "full")
     batch, tokens = _number(row["micro_batch"]), _number(row["micro_batch"]) * _number(row["seq_len"])
-    if kind == "full":
-        return {"loss": kind, "loss_chunk_tokens": 0}
-    if kind == "fused":  # so many rows that a chunk's logits are about as large as the hidden states
-        return {
-            "loss": kind,
-            "loss_chunk_tokens": _next_power(tokens * architecture.hidden_size / architecture.vocab_size),
-        }
-    litgpt = program_of(row).name.startswith("litgpt")
-    return {"loss": kind, "loss_chunk_tokens": 128 * batch if litgpt else -(-tokens // 8)}
-
-
-def _next_power(number: float) -> int:
-    return 1 << max(0, int(number) - 1).bit_length()
+    rows = chunk_rows(program_of(row), kind, architecture, micro_batch=batch, tokens=tokens)
+    return {"loss": kind, "loss_chunk_tokens": rows}
 
 
 def _adapter(row: Row, architecture: Architecture) -> dict[str, Any]:

@@ -24,7 +24,16 @@ from vramfit.hardware.devices import Machine
 from vramfit.models import catalogue as models
 from vramfit.models.architecture import Architecture
 from vramfit.planning.cost import COMPARED, ELECTRICITY_USD, SETUP_RAM_GIB, Comparison, Cost, Setup, compare, cost
-from vramfit.planning.explore import METHODS, Outcome, across_cards, heat_map, over_lengths, shared_outcome
+from vramfit.planning.explore import (
+    METHODS,
+    Outcome,
+    across_cards,
+    across_programs,
+    heat_map,
+    over_lengths,
+    shared_outcome,
+)
+from vramfit.planning.other_programs import Elsewhere
 from vramfit.planning.plan import Workload
 from vramfit.planning.presets import LADDER
 from vramfit.planning.search import Search
@@ -93,6 +102,7 @@ class Explorer:
             "map": self._map,
             "cards": self._cards,
             "lengths": self._lengths,
+            "programs": self._programs,
             "cost": self._cost,
         }
 
@@ -149,6 +159,15 @@ class Explorer:
             ("lengths", machine, model, look.method), lambda: over_lengths(machine, model, look.method)
         )
         return {"html": "", "figure": length_figure(found, budget_bytes=budget_of(machine), texts=texts)}
+
+    def _programs(self, query: Mapping[str, str], texts: Texts) -> dict[str, Any]:
+        look = Look.of(query, texts)
+        machine, model = self.machine(look), _model(look.model, texts)
+        found = self._kept_or(
+            ("programs", machine, model, look.method, look.length),
+            lambda: across_programs(machine, model, look.method, length=look.length),
+        )
+        return {"html": programs_table(found, texts)}
 
     def _cost(self, query: Mapping[str, str], texts: Texts) -> dict[str, Any]:
         look = Look.of(query, texts)
@@ -234,6 +253,7 @@ def page_html(previewer: Previewer, texts: Texts) -> str:
         + _control(texts, "method", _select("method", [(m, texts.value("method", m)) for m in METHODS], "lora"))
         + "</div>"
         + f'<div class="vf-two">{_part("lengths", texts)}{_part("cards", texts)}</div>'
+        + _part("programs", texts)
         + _part("cost", texts, before=_cost_controls(texts))
         + "</div>"
     )
@@ -380,6 +400,33 @@ def cards_table(found: Sequence[Outcome], texts: Texts) -> str:
         for one in found
     )
     return f'<div class="vf-scroll"><table class="vf-cards">{rows}</table></div>'
+
+
+def programs_table(found: Sequence[Elsewhere], texts: Texts) -> str:
+    """The same run in every program, ours first: its speed, and what it needs of the card."""
+    most = max((one.speed.tokens_per_s for one in found if one.fits), default=0.0) or 1.0
+    rows = "".join(_program_row(one, most, texts, ours=at == 0) for at, one in enumerate(found))
+    note = f"<p class='vf-sub'>{_esc(texts['explore.programs.note'])}</p>"
+    return f'<div class="vf-scroll"><table class="vf-cards">{rows}</table></div>{note}'
+
+
+def _program_row(one: Elsewhere, most: float, texts: Texts, *, ours: bool) -> str:
+    plan, needed = one.plan, format_bytes(one.memory.device_bytes)
+    way = texts["explore.programs.way"].format(size=plan.micro_batch, times=plan.accumulation)
+    if one.fits:
+        speed = texts["estimate.tokens_per_s"].format(value=_rate(one.speed.tokens_per_s))
+        told, share = f"{needed} · {way}", one.speed.tokens_per_s / most
+    else:
+        over = texts["explore.programs.over"].format(needed=needed, budget=format_bytes(plan.budget_bytes))
+        told = over if one.memory.device_bytes > plan.budget_bytes else texts["limit.RAM"]
+        speed, share = texts["explore.no"], 0.0
+    shade = "fits" if one.fits else "no"
+    name = texts["explore.programs.ours"] if ours else one.program
+    return (
+        f"<tr{' data-ours' if ours else ''}><th>{_esc(name)}</th>"
+        f'<td><i class="vf-speed vf-cell-{shade}" style="width:{100 * share:.1f}%"></i>'
+        f"<b>{_esc(speed)}</b><span>{_esc(told)}</span></td></tr>"
+    )
 
 
 def length_figure(found: Sequence[Outcome], *, budget_bytes: int, texts: Texts) -> dict[str, Any]:

@@ -101,6 +101,20 @@ def test_one_model_on_every_card(explorer: Explorer) -> None:
     assert shown.count("<tr") == 19
 
 
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_same_run_in_other_trainers_begins_with_ours(explorer: Explorer, language: str) -> None:
+    query = {"card": CARD, "model": "Qwen/Qwen3-8B", "method": "qlora"}
+    shown = explorer.view("programs", query, texts_of(language))["html"]
+    rows = shown.split("<tr")[1:]
+    assert "VRAMFit" in rows[0]
+    assert len(rows) == 10  # ours, and nine others that train adapters on a base in 4 bits
+    assert "unsloth" in shown
+    assert "torchtitan" not in shown
+    large = explorer.view("programs", {**query, "model": "meta-llama/Llama-3.1-70B"}, texts_of(language))["html"]
+    assert "vf-cell-fits" in large.split("<tr")[1]  # ours streams
+    assert large.count("vf-cell-no") == 9
+
+
 def test_the_cost_of_two_setups_follows_the_prices_typed(explorer: Explorer) -> None:
     usual = explorer.view("cost", {}, EN)
     assert "8 x GeForce RTX 4090" in usual["html"]
@@ -139,5 +153,5 @@ def test_an_unknown_part_is_refused(explorer: Explorer) -> None:
 def test_the_page_offers_this_machine_and_every_card(tmp_path: Path, language: str) -> None:
     shown = page_html(Previewer(tmp_path), texts_of(language))
     assert shown.count("plan:") == 19
-    for part in ("map", "cards", "lengths", "cost"):
+    for part in ("map", "cards", "lengths", "programs", "cost"):
         assert f'data-part="{part}"' in shown

@@ -53,6 +53,50 @@ def test_estimate_tells_memory_speed_and_time(capsys: pytest.CaptureFixture[str]
     assert values["seconds"] == pytest.approx(100 * values["speed"]["step_seconds"])
 
 
+QWEN_ON_4090 = ("--model", "Qwen/Qwen3-0.6B", "--method", "full", "--max-length", "1024", "--card", "RTX 4090")
+
+
+def test_the_same_run_in_another_program(capsys: pytest.CaptureFixture[str]) -> None:
+    values = answer(capsys, "estimate", *QWEN_ON_4090, "--program", "transformers", "--micro-batch", "1")
+    assert values["program"] == "transformers"
+    assert values["plan"]["loss"] == "full"
+    assert values["memory"]["breakdown"]["logits"] in (0, 12 * 1024 * 151936)
+    assert values["seconds"] == pytest.approx(values["steps"] * values["speed"]["step_seconds"])
+    assert main(["estimate", *QWEN_ON_4090, "--program", "torchtune"]) == 0
+    assert capsys.readouterr().out.startswith("Program         torchtune, micro-batch ")
+
+
+def test_a_program_may_share_the_run_among_cards(capsys: pytest.CaptureFixture[str]) -> None:
+    """Full training of a 7B: 16-bit weights on every card, of master, moments and gradients a fourth."""
+    wanted = ("estimate", "--model", "meta-llama/Llama-2-7b-hf", "--method", "full", "--card", "A100 80GB")
+    shared = ("--cards", "4", "--program", "deepspeed", "--max-length", "512", "--micro-batch", "1")
+    values = answer(capsys, *wanted, *shared, "--sharding", "zero2", "--recompute", "all")
+    params = 6_738_415_616
+    plan, parts = values["plan"], next(each for each in values["memory"]["phases"] if each["name"] == "step")["parts"]
+    assert (plan["cards"], plan["sharding"], plan["recompute"]) == (4, "zero2", 32)
+    assert parts["weights"] == pytest.approx(2 * params, rel=1e-3)
+    assert parts["optimizer"] == pytest.approx(12 * params / 4, rel=1e-3)
+    selective = answer(capsys, *wanted, *shared, "--sharding", "fsdp", "--recompute", "selective")
+    assert selective["plan"]["selective"] is True
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--program", "axolotl"), "--program axolotl is none of the"),
+        (("--sharding", "fsdp"), "--sharding is for another program"),
+        (("--recompute", "all"), "--recompute is for another program"),
+        (("--program", "deepspeed", "--sharding", "zero3"), "shares a run among 1 card"),
+    ],
+)
+def test_a_program_without_a_record_is_refused_with_those_there_are(
+    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], words: str
+) -> None:
+    said = complaint(capsys, "estimate", *QWEN_ON_4090, *flags)
+    assert words in said
+    assert "unsloth" in said or "--cards 2" in said
+
+
 def test_plan_gives_a_reason_for_each_choice(capsys: pytest.CaptureFixture[str]) -> None:
     values = answer(capsys, "plan", *LLAMA_ON_4090, "--method", "qlora", "--set", "memory.loss=chunked")
     reasons = values["plan"]["reasons"]

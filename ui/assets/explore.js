@@ -4,8 +4,8 @@
   "use strict";
   const VF = window.VF;
   const WAIT = 300; // milliseconds after the last key
-  const OF_MACHINE = ["map", "lengths"];
-  const OF_MODEL = ["map", "lengths", "cards", "cost"];
+  const OF_MACHINE = ["map", "lengths", "programs"];
+  const OF_MODEL = ["map", "lengths", "programs", "cards", "cost"];
   const COLOURS = { planned: "--vf-line-1", smallest: "--vf-line-3" };
 
   const layout = (x, y) => {

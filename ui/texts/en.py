@@ -279,6 +279,13 @@ WORDS: dict[str, str] = {
     "explore.map.title": "Models and methods",
     "explore.cards.title": "The model on every card",
     "explore.lengths.title": "Memory as sequences grow",
+    "explore.programs.title": "The same run in other trainers",
+    "explore.programs.ours": "VRAMFit",
+    "explore.programs.way": "micro-batch {size} × {times}",
+    "explore.programs.over": "{needed} needed, {budget} there",
+    "explore.programs.note": "Each as its public recipe does it, with as many sequences in a step and the largest part "
+    "of our micro-batch that fits. From records of what these programs keep and make, tested against published runs "
+    "(docs/accuracy.md); newer versions may differ.",
     "explore.cost.title": "Hours, energy and money",
     "explore.fits": "fits",
     "explore.streams": "streams, block by block",

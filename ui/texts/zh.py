@@ -266,6 +266,12 @@ WORDS: dict[str, str] = {
     "explore.map.title": "模型与方法",
     "explore.cards.title": "这个模型在每块显卡上",
     "explore.lengths.title": "序列变长时的显存",
+    "explore.programs.title": "同样的训练换成别的程序",
+    "explore.programs.ours": "VRAMFit",
+    "explore.programs.way": "微批 {size} × {times}",
+    "explore.programs.over": "需要 {needed}，只有 {budget}",
+    "explore.programs.note": "每个程序按其公开做法计算：每步序列数相同，微批取我们的微批中放得下的最大部分。"
+    "依据是对这些程序保留和生成内容的记录，并用公开的训练结果检验过（docs/accuracy.md）；新版本可能不同。",
     "explore.cost.title": "时间、电量与费用",
     "explore.fits": "放得下",
     "explore.streams": "逐层流入",

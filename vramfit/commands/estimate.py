@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
-from typing import Any
+from typing import Any, Final
 
 from vramfit.commands import wish
-from vramfit.errors import WontFit
-from vramfit.planning.plan import Forecast
+from vramfit.errors import ConfigError, Problem, WontFit
+from vramfit.planning.abilities import missing
+from vramfit.planning.other_programs import Run, elsewhere
+from vramfit.planning.plan import Forecast, Plan
+from vramfit.planning.program import OURS, PROGRAMS
 from vramfit.planning.reasons import ASSUMED
+from vramfit.planning.start import sequences_of_step
 from vramfit.units import format_bytes, format_count, format_duration
 
-add_arguments = wish.add_arguments
+SHARDINGS: Final = ("ddp", "zero1", "zero2", "zero3", "fsdp")
+RECOMPUTES: Final = ("none", "selective", "all")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    wish.add_arguments(parser)
+    parser.add_argument(
+        "--program", metavar="NAME", help="the same run in another trainer, such as transformers, unsloth or litgpt"
+    )
+    parser.add_argument(
+        "--sharding",
+        choices=SHARDINGS,
+        help="with --program and --cards: how that program shares the run among all cards",
+    )
+    parser.add_argument(
+        "--recompute", choices=RECOMPUTES, help="with --program: what backward computes again, instead of the best"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
     """Print the estimate as text or JSON. Raises UserError; WontFit after printing what the least plan would need."""
+    if options.program or options.sharding or options.recompute:
+        _show_elsewhere(options)
+        return
     try:
         forecast = wish.forecast_from(options)
     except WontFit as error:
@@ -29,6 +53,85 @@ def run(options: argparse.Namespace) -> None:
         print_json(forecast.to_json())
     else:
         print(describe(forecast))
+
+
+def _show_elsewhere(options: argparse.Namespace) -> None:
+    """The same run in another program, whether it fits or not. Raises UserError."""
+    forecast = elsewhere_from(options)
+    needs = missing(forecast.plan) if options.program == OURS.name else ()
+    if options.json:
+        print_json({**forecast.to_json(), "program": options.program, "needs": needs})
+        return
+    print(f"Program         {options.program}, {_way(forecast.plan)}")
+    if needs:
+        print(f"Needs           {', '.join(needs)}: not in this version")
+    print(describe(forecast))
+
+
+def elsewhere_from(options: argparse.Namespace) -> Forecast:
+    """What another program would make of our plan; where we have none that fits, of the least. Raises UserError."""
+    _check_program(options)
+    asked = wish.asked_from(options)
+    try:
+        forecast = asked.forecast()
+    except WontFit as error:
+        if error.forecast is None:
+            raise
+        forecast = error.forecast
+    plan, memory = forecast.plan, asked.config.memory
+    if options.sharding:
+        plan = dataclasses.replace(plan, cards=options.cards, sharding=options.sharding)
+    if options.recompute:
+        count = 0 if options.recompute == "none" else plan.trained_layers(asked.architecture.layers)
+        plan = dataclasses.replace(plan, recompute=count, selective=options.recompute == "selective")
+    found = elsewhere(
+        options.program,
+        plan,
+        Run(
+            architecture=asked.architecture,
+            device=asked.machine.device(asked.config.device),
+            workload=asked.workload,
+            sequences=sequences_of_step(asked.config, asked.workload),
+            ram_bytes=asked.machine.ram_bytes,
+        ),
+        keeps_micro_batch=memory.micro_batch != "auto",
+        keeps_recompute=bool(options.recompute) or memory.activations != "auto",
+    )
+    told = tuple(choice for choice in plan.reasons if choice.setting == ASSUMED)
+    return dataclasses.replace(
+        forecast,
+        plan=dataclasses.replace(found.plan, reasons=told),
+        memory=found.memory,
+        speed=found.speed,
+        seconds=forecast.steps * found.speed.step_seconds,
+        alternatives=(),
+    )
+
+
+def _check_program(options: argparse.Namespace) -> None:
+    """Raises ConfigError for a name without a record, and for flags that go with another."""
+    what, remedy = "", ""
+    if not options.program:
+        flag = "--sharding" if options.sharding else "--recompute"
+        what, remedy = f"{flag} is for another program", f"Name it with --program, one of: {', '.join(PROGRAMS)}."
+    elif options.program not in PROGRAMS:
+        what = f"--program {options.program[:60]} is none of the {len(PROGRAMS)} programs with a record"
+        remedy = f"Choose from: {', '.join(PROGRAMS)}."
+    elif options.sharding and options.cards < 2:
+        what, remedy = (
+            f"--sharding {options.sharding} shares a run among {options.cards} card",
+            "Give --cards 2 or more.",
+        )
+    if what:
+        raise ConfigError([Problem(field="", what=what, remedy=remedy)])
+
+
+def _way(plan: Plan) -> str:
+    """Micro-batches and what is recomputed, and how cards share the run."""
+    again = "selective recompute" if plan.selective and plan.recompute else "recompute"
+    parts = [f"micro-batch {plan.micro_batch} x {plan.accumulation}", again if plan.recompute else "no recompute"]
+    parts += [f"{plan.cards} cards ({plan.sharding.upper()})"] if plan.cards > 1 else []
+    return ", ".join([*parts, f"{plan.loss} loss"])
 
 
 def print_json(values: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from vramfit.data.read import ReadOptions, guess_workload, survey
 from vramfit.errors import ConfigError, HardwareError, Problem
 from vramfit.hardware import catalogue as cards
 from vramfit.hardware.devices import Machine, probe
+from vramfit.models.architecture import Architecture
 from vramfit.models.catalogue import architecture_of
 from vramfit.places import cache_folder, default_data_folder
 from vramfit.planning.plan import Forecast, Workload
@@ -69,8 +71,27 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ram-gib", type=float, help="RAM of that machine, in GiB")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the command line asks about."""
+
+    config: RunConfig
+    architecture: Architecture
+    machine: Machine
+    workload: Workload
+
+    def forecast(self) -> Forecast:
+        """The planner's answer. Raises UserError."""
+        return forecast_run(self.config, architecture=self.architecture, machine=self.machine, workload=self.workload)
+
+
 def forecast_from(options: argparse.Namespace) -> Forecast:
     """The planner's answer to the command line. Raises UserError."""
+    return asked_from(options).forecast()
+
+
+def asked_from(options: argparse.Namespace) -> Asked:
+    """The run, the machine and how much there is to train. Raises UserError."""
     config = config_from(options)
     architecture = architecture_of(config.model)
     limit, named = length_limit(config, architecture), bool(options.config or options.data)
@@ -79,7 +100,7 @@ def forecast_from(options: argparse.Namespace) -> Forecast:
         note = say("assumed.data", sequences=f"{ASSUMED_SEQUENCES:,}")
         machine = dataclasses.replace(machine, notes=(*machine.notes, note))
     work = workload_of(config, max_length=limit, named=named)
-    return forecast_run(config, architecture=architecture, machine=machine, workload=work)
+    return Asked(config=config, architecture=architecture, machine=machine, workload=work)
 
 
 def config_from(options: argparse.Namespace) -> RunConfig:

@@ -469,11 +469,9 @@ class _Writer:
         if adapted:
             fed = self.dropout(value, projections[0].inputs, float(size))
             rank = self.formats.rank
-            trained = sum(rank * (linear.inputs + linear.outputs) for linear in adapted)
-            low = self.tape.operation(
-                "lora_A", (fed,), float(size * rank * len(adapted)), saves=(fed,), trained=trained
-            )
-            spread = self.tape.operation("lora_B", (low,), self.spread(adapted), saves=(low,))
+            first, second = (rank * sum(getattr(linear, side) for linear in adapted) for side in ("inputs", "outputs"))
+            low = self.tape.operation("lora_A", (fed,), float(size * rank * len(adapted)), saves=(fed,), trained=first)
+            spread = self.tape.operation("lora_B", (low,), self.spread(adapted), saves=(low,), trained=second)
             if len(adapted) < len(projections):
                 kept = (spread,) if self.kernels.pads_adapters else ()
                 spread = self.tape.operation("pad", (spread,), whole.size, saves=kept)

@@ -15,7 +15,9 @@ from vramfit.hardware.catalogue import cards, machine_with
 from vramfit.hardware.devices import Machine
 from vramfit.models.architecture import Architecture
 from vramfit.planning.abilities import ENGINE, missing
+from vramfit.planning.other_programs import COMPARED, Elsewhere, Run, elsewhere, has_method
 from vramfit.planning.plan import Workload
+from vramfit.planning.program import OURS
 from vramfit.planning.search import Candidate, Search, quickest
 
 Verdict = Literal["fits", "streams", "needs", "no"]
@@ -85,6 +87,24 @@ def outcome(machine: Machine, model: Architecture, method: Method, *, length: in
         return _outcome(search, found, _verdict(found))
     least = min(search.designed.bests, key=lambda candidate: candidate.memory.device_bytes)
     return _outcome(search, least, "no")
+
+
+def across_programs(machine: Machine, model: Architecture, method: Method, *, length: int = 2048) -> list[Elsewhere]:
+    """The run that is best here as other programs would do it; ours first, then what fits, the fastest first.
+
+    Raises ConfigError for a method this model cannot have."""
+    search = _search(machine, model, method, length)
+    found = search.best() or search.least()
+    run = Run(
+        architecture=model,
+        device=search.device,
+        workload=search.workload,
+        sequences=search.sequences,
+        ram_bytes=machine.ram_bytes,
+    )
+    ours = Elsewhere(program=OURS.name, plan=found.plan, memory=found.memory, speed=found.speed, fits=found.fits)
+    others = [elsewhere(name, found.plan, run) for name in COMPARED if has_method(name, method)]
+    return [ours, *sorted(others, key=lambda other: (not other.fits, -other.speed.tokens_per_s))]
 
 
 def shared_outcome(machine: Machine, model: Architecture, method: Method, *, length: int = 2048) -> Outcome:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
+from vramfit.config import Method
 from vramfit.models.architecture import Linear
 from vramfit.units import GIB
 
@@ -125,6 +126,10 @@ class Program:
     inside "attention". `copies_buffers`: a step begins with a copy of the model's buffers, to put them back if memory
     runs out.
 
+    `loss` is the one that is on unless told otherwise, `inputs_in_ram`: recompute keeps the blocks' inputs there,
+    `methods` are those that the program has. These say what another program would make of a run; of a measured row its
+    columns do (our own planner decides the first two for ours).
+
     `context_bytes`: what the driver takes on a card before the first tensor; `process_bytes`: interpreter and libraries
     in RAM.
     """
@@ -151,6 +156,9 @@ class Program:
     accumulates: bool = False
     holds_output: bool = False
     input_grads: bool = False
+    loss: Literal["full", "chunked", "fused"] = "full"
+    inputs_in_ram: bool = False
+    methods: tuple[Method, ...] = ("pretrain", "full", "lora", "qlora")
     copies_buffers: bool = False
     context_bytes: int = int(0.6 * GIB)
     process_bytes: int = int(0.55 * GIB)
@@ -212,12 +220,15 @@ _LITGPT: Final = Program(
     keeps_last_loss=True,
     unties_head=True,
     accumulates=True,
+    loss="chunked",
 )
 """LitGPT: Lightning Fabric in "bf16-true" (no autocast, adapters in bf16, every output converted to fp32), model and
 fine-tuning scripts of its repository. One projection for q, k, v; keys and values expanded to all heads; RMSNorm wholly
 in fp32; rotary results joined head by head; adapters of q and v written into zeros by index_copy, which keeps them."""
 
-_LITGPT_OLD_FSDP: Final = replace(_LITGPT, name="litgpt/fsdp", sharding=Sharding(keeps_gathered=True))
+_LITGPT_OLD_FSDP: Final = replace(
+    _LITGPT, name="litgpt/fsdp", sharding=Sharding(keeps_gathered=True), methods=("lora",)
+)
 """Its tables with FSDP and adapters: torch 2.0, where frozen blocks are never sharded again."""
 
 _THUNDER: Final = replace(
@@ -227,6 +238,8 @@ _THUNDER: Final = replace(
     step_temporary=0.0,
     keeps_last_loss=False,
     accumulates=False,
+    loss="full",
+    methods=("pretrain", "full"),
 )
 """lightning-thunder's benchmark_litgpt.py: the same model behind its compiler, fused AdamW, torch's cross-entropy."""
 
@@ -240,6 +253,7 @@ _TORCHTUNE: Final = Program(
     # while its loss is made (4) with its log-softmax (4).
     logits={"full": 12.0, "chunked": 8.0, "fused": 0.0},
     logits_kept=6.0,
+    loss="chunked",
 )
 """torchtune: pure bf16, fused AdamW, keys and values expanded, non-reentrant recompute. Its chunked cross-entropy keeps
 the 16-bit logits of all chunks (2), and log-softmax (4) unless a compiler makes that again in backward."""
@@ -250,6 +264,7 @@ _TORCHTITAN: Final = Program(
     step_temporary=0.0,
     # 16-bit logits are freed before backward: log-softmax 4, its gradient 4, the logits' gradient 4
     logits={"full": 12.0, "chunked": 0.0, "fused": 0.0},
+    methods=("pretrain", "full"),
 )
 """torchtitan: FSDP2 with fp32 shards, fused AdamW, native RMSNorm; selective recompute keeps the result of every second
 product and of attention (its list of operations)."""
@@ -262,6 +277,7 @@ _RASBT: Final = Program(
     # gradient of the picked 4, of the logits 4; in bf16 half.
     logits={"full": 12.0, "chunked": 12.0, "fused": 0.0},
     logits_in_compute=True,
+    methods=("pretrain", "full"),
 )
 """The GPT-2 of "Build a Large Language Model (From Scratch)": LayerNorm and GELU from single operations, dropout after
 each branch, everything in the model's format."""
@@ -276,11 +292,12 @@ _ANSWERAI: Final = replace(
     logits_held=4.0,
     sharding=Sharding(keeps_scales=True, adapter_units=2),
     holds_output=False,
+    methods=("lora", "qlora"),
 )
 """answer.ai's fsdp_qlora: pure bf16 with PEFT adapters in bf16, FSDP1, non-reentrant recompute (its inputs are
 no leaves, so that sharding's hooks hold no gradient of them), torch 2.2."""
 
-_PEFT: Final = replace(_TRAINER, name="peft", autocast=False, holds_output=False)
+_PEFT: Final = replace(_TRAINER, name="peft", autocast=False, holds_output=False, methods=("lora", "qlora"))
 """PEFT's own comparison of methods: a loop of its own without autocast, the base in bf16 and adapters in fp32, so that
 every adapted linear keeps an fp32 copy of its input."""
 
@@ -295,6 +312,7 @@ _COLOSSAL: Final = replace(
     # the model's output, fp32 logits and all, stays in a variable through backward
     logits={"full": 16.0, "chunked": 16.0, "fused": 0.0},
     logits_held=4.0,
+    methods=("full", "lora"),
 )
 """ColossalChat: bf16 weights, HybridAdam on fp32 masters and moments, ZeRO-2 with buckets of 24 MB. The step casts this
 card's share of the gradients to fp32 first."""
@@ -311,6 +329,8 @@ _UNSLOTH: Final = replace(
     # cross-entropy is fused with the head, a chunk of rows at a time
     logits={"full": 8.0, "chunked": 8.0, "fused": 0.0},
     holds_output=False,
+    loss="fused",
+    inputs_in_ram=True,
 )
 """Unsloth: triton kernels for norm, positions, gated product and adapters; block inputs wait in RAM."""
 
@@ -333,6 +353,7 @@ _MEGATRON: Final = Program(
     # fp32 logits 4, in place of which the softmax is written; its gradient in 16 bits 2
     logits={"full": 6.0, "chunked": 6.0, "fused": 0.0},
     selective="attention",
+    methods=("pretrain", "full"),
 )
 """Megatron-LM and NeMo: fused layers, fp32 main gradients and masters; selective recompute is of attention alone."""
 
@@ -341,22 +362,26 @@ PROGRAMS: Final[Mapping[str, Program]] = {
     "vramfit": OURS,
     "transformers": _TRAINER,
     "transformers+liger": replace(
-        _TRAINER, name="transformers+liger", kernels=Kernels(norm="fused", rope="fused", mlp="fused")
+        _TRAINER, name="transformers+liger", kernels=Kernels(norm="fused", rope="fused", mlp="fused"), loss="fused"
     ),
     "fms": _FMS,
     "fms/foak": _FOAK,
-    "fms-quantised": replace(_FMS, name="fms-quantised", sharding=_FMS_QUANTISED),
+    "fms-quantised": replace(_FMS, name="fms-quantised", sharding=_FMS_QUANTISED, methods=("qlora",)),
     "fms/foak-quantised": replace(
         # 4-bit bases also get its fused adapters, which keep an input once and a dropped copy per projection
         _FOAK,
         name="fms/foak-quantised",
         sharding=_FMS_QUANTISED,
         kernels=replace(_FAST_KERNELS, adapter="fused"),
+        methods=("qlora",),
     ),
     "litgpt": _LITGPT,
     # bitsandbytes 0.41 and 0.42, which it is pinned to
     "litgpt-quantised": replace(
-        _LITGPT, name="litgpt-quantised", kernels=replace(_LITGPT.kernels, keeps_frozen_inputs=True)
+        _LITGPT,
+        name="litgpt-quantised",
+        kernels=replace(_LITGPT.kernels, keeps_frozen_inputs=True),
+        methods=("qlora",),
     ),
     "litgpt/fsdp": _LITGPT_OLD_FSDP,
     "litgpt+thunder": _THUNDER,
