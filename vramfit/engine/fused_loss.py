@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from typing import Final
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
@@ -16,6 +17,10 @@ from vramfit.config import Precision
 from vramfit.engine.accelerators import backend_of
 from vramfit.engine.head import Head, LogitChange
 from vramfit.engine.objective import Objective
+from vramfit.engine.precision import DTYPES
+
+_MOST_APART: Final = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 5e-2}
+"""Of loss and gradients: what the formats' rounding alone makes is a fifth of that."""
 
 
 def fused_sum(
@@ -81,12 +86,40 @@ def uses_liger(head: Head, compute: Precision, device: torch.device) -> bool:
     return alone and compute != "fp16" and backend_of(device).streams and has_liger()
 
 
+@functools.cache
+def liger_problem(compute: Precision, device: torch.device, *, cap: float) -> str:
+    """What is wrong with Liger's kernel here, by a small try: "" when loss and gradients are those of whole logits.
+
+    It is a package of others for many devices: what its version does with this one is seen before it trains anything.
+    """
+    dtype = DTYPES[compute]
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (0.3 * torch.randn(rows, 64, generator=generator).to(device, dtype) for rows in (48, 160))
+    targets = torch.randint(160, (48,), generator=generator).to(device)
+    sides = []
+    try:
+        for by_liger in (False, True):
+            rows, words = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+            if by_liger:
+                loss = liger_sum(rows, words, None, targets, cap=cap, dtype=dtype)
+            else:
+                logits = LogitChange(cap=cap).applied((rows @ words.t()).float())
+                loss = F.cross_entropy(logits, targets, reduction="sum")
+            sides.append([loss.detach(), *torch.autograd.grad(loss, (rows, words))])
+    except Exception as error:  # the package's own, its compiler's, of many classes
+        return f"failed here ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+    pairs = [(one.float(), other.float()) for one, other in zip(*sides, strict=True)]
+    apart = max(float((one - other).norm() / one.norm()) for one, other in pairs)
+    return "" if apart <= _MOST_APART[compute] else f"is off by {apart:.1g} here"
+
+
 def why_not_fused(head: Head, compute: Precision, objective: Objective, device: torch.device) -> str:
     """Why the chunked loss takes the fused one's place, "" where it does not."""
     if not objective.is_plain:
         return "fused kernels give plain cross-entropy alone, so the chunked loss is used: it adds the other terms"
     if uses_liger(head, compute, device):
-        return ""
+        problem = liger_problem(compute, device, cap=head.change.cap)
+        return f"Liger's kernel {problem}, so the chunked loss is used" if problem else ""
     if len(head.weights) != 1:
         return "F.linear_cross_entropy takes one matrix as its head, so the chunked loss is used"
     if head.change != LogitChange():

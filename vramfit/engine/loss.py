@@ -118,7 +118,8 @@ class TokenLoss:
     """The summed loss of a causal language model, in the way the plan asks for where the model allows it.
 
     `kind` is what is really done and `reason` why it differs from what was asked, or "". Fused kernels take no weights:
-    targets that have some are computed by the chunked loss.
+    targets that have some are computed by the chunked loss. `may_be_ligers` is whether Liger's kernel is there for it,
+    taken or not.
     """
 
     def __init__(
@@ -136,6 +137,8 @@ class TokenLoss:
         way = logits_way(model)
         self._decoder, self._head, self.reason = way.decoder, way.head, way.reason
         self.kind: LossKind = kind
+        head = self._head
+        self.may_be_ligers = head is not None and objective.is_plain and uses_liger(head, compute, self._device)
         if self._head is None:
             self.kind = "full"
         elif kind == "fused":

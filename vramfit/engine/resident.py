@@ -145,8 +145,9 @@ class ResidentExecutor:
     """Runs optimizer steps on a causal language model that lies on `plan.device`.
 
     `activations` is how each block holds its activations: as planned, until `set_activations`; () where all are kept.
-    `loss_reason` says why the loss is computed in another way than planned, "" when it is not. `loss` is what is added
-    to the cross-entropy that is minimised; what steps and evaluations report is the cross-entropy alone.
+    `loss_reason` says why the loss is computed in another way than planned, "" when it is not; `leaves_liger` is
+    whether Liger's kernel is there for a loss that is planned in chunks. `loss` is what is added to the cross-entropy
+    that is minimised; what steps and evaluations report is the cross-entropy alone.
     `evaluation_rows` go through the model at once in an evaluation (0: as in training), and `evaluation_recovered` is
     one sentence when memory ran out in the last one and the rest was done in smaller pieces.
     `max_grad_norm=0` turns clipping off; the norm is reported all the same.
@@ -172,6 +173,7 @@ class ResidentExecutor:
             objective=Objective(z_loss=loss.z_loss, label_smoothing=loss.label_smoothing),
         )
         self.loss_kind, self.loss_reason = self._loss.kind, self._loss.reason
+        self.leaves_liger = self._loss.may_be_ligers and self.loss_kind == "chunked" and not self.loss_reason
         self.raised = RaisedParts(model, self._loss, plan.compute)
         self._scaler = loss_scaler(plan.device, plan.compute, trained=list(self._trained.values()))
         self._end = build_step_end(

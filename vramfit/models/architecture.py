@@ -155,8 +155,12 @@ class Architecture:
     @property
     def plain_logits(self) -> bool:
         """Whether logits are exactly the head's product, as fused kernels need them."""
-        scaled = self.family in families.SCALES_LOGITS
-        return self.logit_softcap is None and not scaled and self.chunked_logits
+        return self.logit_softcap is None and not self.scales_logits and self.chunked_logits
+
+    @property
+    def scales_logits(self) -> bool:
+        """Whether the family multiplies what the head gives."""
+        return self.family in families.SCALES_LOGITS
 
     @property
     def chunked_logits(self) -> bool:

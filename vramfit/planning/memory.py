@@ -23,6 +23,7 @@ programs differ is in `program.py`, what stands through all phases in `standing.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -303,7 +304,8 @@ class Work(Standing):
         """(logits with all that is made of them, gradients made with them) at the worst moment of the loss.
 
         Whole logits: the program's bytes per entry, and one number more where the family caps them after the head. In
-        chunks: of the rows of one chunk, with the hidden state's gradient, and the head's when it trains.
+        chunks: of the rows of one chunk, with the hidden state's gradient, and the head's when it trains. Fused: what
+        needs more, torch's kernel or ours in its place, or Liger's, which may be there.
         """
         vocab, hidden = self.architecture.vocab_size, self.architecture.hidden_size
         entry = self.logit_bytes
@@ -313,21 +315,37 @@ class Work(Standing):
             return (entry + extra) * self.tokens * vocab, 0.0
         rows = min(self.tokens, self.plan.loss_chunk_tokens or self.tokens)
         picked = float(self.formats.residual * hidden * self.tokens)
-        if self.plan.loss == "fused" and self.plan.compute not in ("fp32", "tf32"):
+        capped = self.architecture.logit_softcap is not None
+        if self.plan.loss == "fused" and (capped or self.plan.compute not in ("fp32", "tf32")):
             entry = self._chunk_bytes
+        ligers = self._liger_rows
+        chunk = max(entry * rows, float(self.formats.compute * ligers)) * vocab
         if self.program.own_optimizers and self.head_gradient:
             # A chunk's part of the head's gradient is a 16-bit product beside its logits' gradient; their sum is fp32
             # and at last goes to the weight's format.
             narrow, head = self.formats.compute, self.architecture.head_params
-            product = narrow * (rows * vocab + head) if narrow < 4 else 0.0
+            product = narrow * (max(rows, ligers) * vocab + head) if narrow < 4 or ligers else 0.0
+            if ligers and narrow < 4:
+                product += 4.0 * head  # it widens the product before it adds it
             copy = self.head_gradient if self.whole_gradient < 4 else 0.0
-            return max(entry * rows * vocab, product, copy) + picked, 4.0 * head
+            return max(chunk, product, copy) + picked, 4.0 * head
         if not self.program.logits_kept:
-            return entry * rows * vocab + picked, self.head_gradient
+            return chunk + picked, self.head_gradient
         # All chunks' losses run before any head's backward, which adds one chunk's gradient of the head to the others'.
         gradients = 2.0 * self.head_gradient
         kept = self.program.logits_kept * self.tokens * vocab
         return kept + max(0.0, entry * rows * vocab - gradients) + picked, gradients
+
+    @cached_property
+    def _liger_rows(self) -> int:
+        """Rows of logits that Liger's fused kernel has at once: about as many numbers as the hidden states have, the
+        next power of two of T / ceil(V / h). 0 where it is not what may run: fp16's gradients it cannot scale."""
+        on_card = self.plan.device.partition(":")[0] in ("cuda", "xpu")
+        if self.plan.loss != "fused" or not on_card or not self.program.own_optimizers or self.plan.compute == "fp16":
+            return 0
+        tokens = math.ceil(self.tokens)
+        wanted = math.ceil(tokens / math.ceil(self.architecture.vocab_size / self.architecture.hidden_size))
+        return min(tokens, 1 << max(0, wanted - 1).bit_length())
 
     @cached_property
     def logit_bytes(self) -> float:

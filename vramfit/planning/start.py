@@ -21,6 +21,9 @@ USUAL_LENGTH: Final = 2048
 _CHUNK_ENTRIES: Final = 2**24  # logits alive at once: 64 MiB in fp32
 _ROUND_LENGTH: Final = 8
 
+LIGERS: Final = frozenset({"cuda", "rocm", "xpu"})
+"""Kinds of devices that Liger's kernels run on, where it is installed."""
+
 Loss = Literal["fused", "chunked", "full"]
 
 
@@ -37,7 +40,7 @@ def start(config: RunConfig, architecture: Architecture, device: Device, workloa
     compute = compute_format(config, device)
     check_calibration(config, compute)
     budget, budget_reason = _budget(config, device)
-    loss = _loss(config, architecture)
+    loss = _loss(config, architecture, device)
     plan = Plan(
         method=config.method,
         device=device.torch_device,
@@ -179,7 +182,10 @@ def _max_length(config: RunConfig, architecture: Architecture, workload: Workloa
     return min(limit, max(_ROUND_LENGTH, needed))
 
 
-def _loss(config: RunConfig, architecture: Architecture) -> Loss:
+def _loss(config: RunConfig, architecture: Architecture, device: Device) -> Loss:
+    """The wish where the family allows it, else in chunks: the fused kernels are for those who choose them (see
+    docs/speed.md). Whether Liger is installed is not asked, so that a plan is the same wherever it is made; without it,
+    what only its kernel does is done in chunks, and the run says so."""
     wish, whose = config.memory.loss, f"{architecture.name} ({architecture.family})"
     if not architecture.chunked_logits:
         if wish in ("fused", "chunked"):
@@ -189,10 +195,17 @@ def _loss(config: RunConfig, architecture: Architecture) -> Loss:
                 "Set the loss to auto or full.",
             )
         return "full"
-    if wish == "fused" and not architecture.plain_logits:
+    if wish == "fused" and architecture.scales_logits:
         raise refused(
             "memory.loss",
-            f"{whose} caps or scales its logits after the head, which the fused kernel does not",
+            f"{whose} scales its logits after the head, which the fused kernels do not",
+            "Set the loss to auto or chunked.",
+        )
+    if wish == "fused" and architecture.logit_softcap and device.kind not in LIGERS:
+        raise refused(
+            "memory.loss",
+            f"{whose} caps its logits at {architecture.logit_softcap:g}, which of the fused kernels Liger's alone "
+            f"does, and that does not run on {device.name}",
             "Set the loss to auto or chunked.",
         )
     if wish == "fused" and (config.loss.z_loss or config.loss.label_smoothing):

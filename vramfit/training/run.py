@@ -633,6 +633,13 @@ class Run:
             self._say("warning", "settings", told)
         if self.executor.loss_reason:
             self._say("info", "loss", f"Loss {self.executor.loss_kind}: {self.executor.loss_reason}.")
+        if self.executor.leaves_liger and self.config.memory.loss == "auto":
+            self._say(
+                "info",
+                "loss",
+                "Loss chunked: Liger is installed and could compute it (memory.loss fused). It is not taken by itself, "
+                "because what it wins over chunks has not been measured.",
+            )
         if self.executor.loss_kind == "fused" and any(example.weights is not None for example in self.data.train):
             self._say("info", "loss", "Loss chunked where answers have weights: the fused kernel takes none.")
         self._say("info", "precision", described(self.plan.compute, self._stored_as()))

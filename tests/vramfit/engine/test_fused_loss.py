@@ -78,9 +78,64 @@ def test_without_the_kernel_the_loss_is_chunked(tiny, monkeypatch):
 )
 def test_liger_is_used_on_a_card_for_what_it_computes(monkeypatch, change, parts, compute, device, used):
     monkeypatch.setattr(fused_loss, "has_liger", lambda: True)
+    monkeypatch.setattr(fused_loss, "liger_problem", lambda *_, **__: "")
     reason = why_not_fused(head(change, parts), compute, PLAIN, device)
     assert fused_loss.uses_liger(head(change, parts), compute, device) is used
     assert not used or reason == ""
+
+
+def whole_sum(hidden, weight, bias, targets, *, cap, dtype):
+    """What Liger's kernel stands for."""
+    logits = LogitChange(cap=cap).applied(F.linear(hidden.to(dtype), weight.to(dtype), bias).float())
+    return F.cross_entropy(logits, targets, reduction="sum")
+
+
+@pytest.fixture
+def fresh_tries():
+    fused_loss.liger_problem.cache_clear()
+    yield
+    fused_loss.liger_problem.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_tries")
+@pytest.mark.parametrize(
+    ("factor", "error", "told"),
+    [
+        (1.0, None, ""),
+        (1.3, None, "is off by 0.3 here"),
+        (1.0, TypeError("takes 12\nand more"), "TypeError: takes 12)"),
+    ],
+)
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+def test_ligers_kernel_is_tried_before_it_trains_anything(monkeypatch, factor, error, told, compute, cap):
+    """A version of it with other arguments, or one that computes something else, is done without, and said so."""
+
+    def liger(*arguments, **options):
+        if error is not None:
+            raise error
+        return factor * whole_sum(*arguments, **options)
+
+    monkeypatch.setattr(fused_loss, "liger_sum", liger)
+    monkeypatch.setattr(fused_loss, "uses_liger", lambda *_: True)
+    assert fused_loss.liger_problem(compute, CPU, cap=cap).endswith(told)
+    reason = why_not_fused(head(LogitChange(cap=cap)), compute, PLAIN, CPU)
+    assert (reason == "") == (told == "") and (not told or "so the chunked loss is used" in reason)
+
+
+@pytest.mark.parametrize(("kind", "leaves"), [("chunked", True), ("fused", False), ("full", False)])
+def test_a_run_knows_that_ligers_kernel_is_there_and_not_taken(tiny, monkeypatch, kind, leaves):
+    from vramfit.config import ScheduleChoice
+    from vramfit.engine import loss
+    from vramfit.engine.optimizers import build_optimizer
+    from vramfit.engine.resident import ResidentExecutor
+
+    for module in (loss, fused_loss):
+        monkeypatch.setattr(module, "uses_liger", lambda *_: True)
+    monkeypatch.setattr(fused_loss, "liger_problem", lambda *_, **__: "")
+    model, plan = tiny.build("llama"), tiny.plan(loss=kind)
+    executor = ResidentExecutor(model, plan=plan, optimizer=build_optimizer(model, ScheduleChoice(), plan))
+    assert executor.leaves_liger is leaves
 
 
 def test_where_liger_is_missing_it_is_not_used():

@@ -143,6 +143,29 @@ def test_behind_recorded_launches_all_gradients_are_there_from_the_start(
     assert at_loss(compile_mode=mode, optimizer_in_backward=True) - without == every
 
 
+@pytest.mark.parametrize(
+    ("device", "compute", "rows"),
+    [
+        ("cuda:0", "bf16", 128),  # 8,192 tokens over 49,152 / 576 = 86 pieces are 96: the next power of two
+        ("cuda:0", "fp16", 0),
+        ("cpu", "fp32", 0),
+    ],
+)
+def test_a_fused_loss_counts_ligers_chunk_where_its_kernel_may_run(
+    plan: Callable[..., Plan], workload: Callable[..., Workload], device: str, compute: str, rows: int
+) -> None:
+    """2 bytes a logit of its rows, or 8 of ours: whichever is more."""
+    shape = model("HuggingFaceTB/SmolLM2-135M")
+    options = {"device": device, "compute": compute, "micro_batch": 64, "loss_chunk_tokens": 16, "lora_rank": 8}
+    options |= {"method": "lora", "lora_targets": ("all-linear",), "weight_format": compute}
+
+    def logits(loss: str) -> int:
+        found = estimate_memory(shape, plan(loss=loss, **options), workload())
+        return next(phase.parts["logits"] for phase in found.phases if phase.name == "loss")
+
+    assert logits("fused") - logits("chunked") == rows * 49_152 * 2 - (16 * 49_152 * 8 if rows else 0)
+
+
 def test_only_the_longest_sequence_counts_unless_rows_are_packed(
     plan: Callable[..., Plan], workload: Callable[..., Workload]
 ) -> None:

@@ -200,11 +200,21 @@ def test_fixed_wishes_are_kept_and_marked() -> None:
     assert fixed == {"memory budget", "precision", "max length", "micro-batch", "activations", "loss"}
 
 
+def test_a_fused_loss_of_capped_logits_is_for_devices_that_ligers_kernel_runs_on() -> None:
+    """Whether it is installed decides the run alone: a plan is the same wherever it is made."""
+    capped = wish(memory={"loss": "fused"}, method="lora")
+    plan = forecast(capped, of="google/gemma-2-2b").plan
+    assert plan.loss == "fused" and plan.loss_chunk_tokens > 0
+    assert forecast(wish(method="lora"), of="google/gemma-2-2b").plan.loss == "chunked"
+    with pytest.raises(ConfigError, match=r"memory.loss.*gemma2.*caps its logits at 30, .* does not run on CPU"):
+        forecast(capped, of="google/gemma-2-2b", on="laptop")
+
+
 def test_wishes_that_cannot_be_honoured_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"memory.budget_gib.*40\.0 GiB is more than the 24\.0 GiB"):
         forecast(wish(memory={"budget_gib": 40}))
-    with pytest.raises(ConfigError, match=r"memory.loss.*gemma2.*caps or scales its logits"):
-        forecast(wish(memory={"loss": "fused"}), of="google/gemma-2-2b")
+    with pytest.raises(ConfigError, match=r"memory.loss.*cohere.*scales its logits"):
+        forecast(wish(memory={"loss": "fused"}, method="qlora"), of="CohereForAI/c4ai-command-r-v01")
     with pytest.raises(ConfigError, match=r"memory.loss.*minicpm.*logits in a way of its own"):
         forecast(wish(memory={"loss": "chunked"}), of="openbmb/MiniCPM-2B-sft-bf16")
     with pytest.raises(ConfigError, match=r"memory.loss.*neither a z-loss \(0.001\) nor label smoothing \(0\)"):
