@@ -275,7 +275,9 @@ class Run:
 
         It is complete once `tell_saved` says so; what is wrong with the disk may be raised only there.
         """
-        if self.health.refusals.in_a_row or not self.executor.has_finite_weights():
+        with self.saver.waiting():
+            good = not self.health.refusals.in_a_row and self.executor.has_finite_weights()
+        if not good:
             message = "No checkpoint was saved after a step without finite numbers; the last good one is kept."
             self._say("warning", "checkpoint", message, step=step)
             return
@@ -288,7 +290,8 @@ class Run:
             )
             self._say("warning", "checkpoint", message, step=step)
             return
-        tensors, values = self.executor.state()
+        with self.saver.waiting():
+            tensors, values = self.executor.state()
         self.saver.save(
             self.folder / CHECKPOINTS,
             step=step,
