@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 from jobs import processes
+from jobs.death import obstacle
 from jobs.job import Job, State
 from jobs.log_file import shorten
 from jobs.store import Store
@@ -27,7 +28,7 @@ from vramfit.errors import Changed, InternalError, OutOfDisk, Unwritable, UserEr
 from vramfit.hardware.devices import Device, probe
 from vramfit.hardware.telemetry import Sampler
 from vramfit.places import NO_MORE_FILES, NO_ROOM, cure_of, takes_no_writes
-from vramfit.sentences import ended, say
+from vramfit.sentences import ended, joined, say
 from vramfit.training.health import Watches, watches_of_machine
 from vramfit.training.metrics import Event, RunResult
 
@@ -197,7 +198,20 @@ class Attempt:
             return self._wait_for_a_person(failure)
         if isinstance(error, Changed):
             return self._wait_for_a_person(failure, asks=True)
-        self._end(failure.state, failure=failure.what, remedy=failure.remedy)
+        if failure.state == "interrupted":
+            return self._lose_the_card(failure)
+        self._end("failed", failure=failure.what, remedy=failure.remedy)
+        return failure.code
+
+    def _lose_the_card(self, failure: Failure) -> int:
+        """The card may be there again the next time: the supervisor puts the run back, unless something speaks against
+        that, which is then told. Not a run that was to end."""
+        self.recorder.close()  # whether it got further is in its rows
+        job = self.store.job(self.job.id)
+        asked: State | None = {"stopping": "cancelled", "pausing": "paused"}.get(job.state)  # type: ignore[assignment]
+        against = "" if asked else obstacle(job)
+        what = joined(failure.what, against or "")
+        self._end(asked or "interrupted", failure=what, remedy=failure.remedy, again=against is None)
         return failure.code
 
     def _wait_for_a_person(self, failure: Failure, *, asks: bool = False) -> int:

@@ -16,10 +16,12 @@ FRESH_S: Final = 60.0
 
 class Found(NamedTuple):
     """Devices by name, best first, the CPU the last; () until the first look has ended. `silent_since`: when a driver
-    was first asked that has not answered since (Unix seconds), None where all answer."""
+    was first asked that has not answered since (Unix seconds), None where all answer. `looked_at`: when the look that
+    found them began, by the watch's clock."""
 
     names: tuple[str, ...]
     silent_since: float | None = None
+    looked_at: float | None = None
 
 
 class DeviceWatch:
@@ -43,15 +45,15 @@ class DeviceWatch:
         return known
 
     def _look(self) -> None:
-        began, before = time.time(), self._found
+        began, looked_at, before = time.time(), self._clock(), self._found
         try:
             machine = probe(self._data_dir)
             names = tuple(device.torch_device for device in machine.devices)
             if machine.silent:
                 since = began if before.silent_since is None else before.silent_since
-                self._found = Found((*(name for name in before.names if name not in names), *names), since)
+                self._found = Found((*(name for name in before.names if name not in names), *names), since, looked_at)
             else:
-                self._found = Found(names)
+                self._found = Found(names, looked_at=looked_at)
         except Exception:  # what was found before stays; the next look may see more
             traceback.print_exc()
         self._looked_at = self._clock()

@@ -56,6 +56,7 @@ class Job:
     `config_error`: why `config` is not what was written, where another version wrote it.
     `frozen` are the marks of what it is made from, as that was when it was queued. `accepted`: it was paused because
     something had changed, and somebody resumed it. `device` is where its last attempt was started, by torch's name.
+    `again`: what ended it may be gone the next time, and the supervisor puts it back into the queue.
     """
 
     id: int
@@ -96,6 +97,7 @@ class Job:
     frozen: Marks | None
     accepted: bool
     device: str | None
+    again: bool
 
     @property
     def active(self) -> bool:
@@ -148,6 +150,13 @@ class Job:
     def asked_config(self) -> RunConfig:
         """The settings with "auto" replaced by the device that the queue gave it."""
         return self.config if self.device is None else self.config.model_copy(update={"device": self.device})
+
+    @property
+    def awaited_device(self) -> str:
+        """The device it cannot start without: the one that it names, or any card where it goes on by itself from one,
+        and is then told by the name of that; "auto" where any device will do."""
+        from_card = self.resumes > 0 and self.device not in (None, "cpu")
+        return self.device if self.config.device == "auto" and from_card and self.device else self.config.device
 
     @property
     def lost_folder(self) -> str:

@@ -295,6 +295,12 @@ def _said(db: Any) -> None:
     db.execute("ALTER TABLE queue ADD COLUMN why TEXT")
 
 
+@migrations(name="0012_again")  # type: ignore[untyped-decorator,unused-ignore]
+def _again(db: Any) -> None:
+    """Whether a job was ended by something that may be gone the next time, so that it goes on by itself."""
+    db.execute("ALTER TABLE jobs ADD COLUMN again INTEGER NOT NULL DEFAULT 0")
+
+
 # Append new migrations here. Never change or remove one that was released.
 
 VERSION: Final = len(migrations._migrations)

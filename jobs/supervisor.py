@@ -120,7 +120,8 @@ class Supervisor:
     ) -> None:
         self._store, self._command, self._patience = store, command, patience
         self._devices = devices or DeviceWatch(store.data_dir).found
-        self._noted_devices: Found | None = None
+        self._noted_devices: tuple[object, ...] | None = None
+        self._lost_cards: dict[str, float] = {}  # by device, when a run lost it, by the loop's `now`
         self._who = processes.own_identity()
         self._trainers: dict[int, _Trainer] = {}  # by job: one on each device
         self._renewed_at = float("-inf")
@@ -145,15 +146,15 @@ class Supervisor:
                 return False
             wait(0.5)
         self._dead_before = first is not None and first[0] != self._who and processes.same_boot(first[0])
-        self._go_on_after_restart()
+        self._go_on_with_what_ended()
         return True
 
-    def _go_on_after_restart(self) -> None:
-        """What saved and ended because the machine went down goes on where it was."""
-        for job in self._store.ended_by_restart(processes.boot()):
-            reason = obstacle(job)
-            if reason is None:
-                self._go_on(job, "The machine was started again.")
+    def _go_on_with_what_ended(self) -> None:
+        """What saved and ended because the machine went down, or lost its card while no supervisor saw it, goes on
+        where it was."""
+        for job in self._store.to_go_on(processes.boot()):
+            if obstacle(job) is None:
+                self._go_on(job, job.failure or "" if job.again else "The machine was started again.")
 
     def _holder_alive(self, who: str, heartbeat_at: float) -> bool:
         return holder_alive(who, heartbeat_at, now=self._store.clock())
@@ -195,7 +196,7 @@ class Supervisor:
         if trainer.who is None:
             trainer.who = self._store.job(trainer.job).owner
         if trainer.ended(now, start=self._patience.start):
-            self._bury(trainer)
+            self._bury(trainer, now)
             del self._trainers[trainer.job]
             return
         job = self._store.job(trainer.job)
@@ -218,13 +219,18 @@ class Supervisor:
             self._store.count_loss(job.id, attempt=job.attempt)
         log(f"Found job {job.id} {job.state}; watching its trainer ({job.owner}).")
 
-    def _bury(self, trainer: _Trainer) -> None:
+    def _bury(self, trainer: _Trainer, now: float) -> None:
         """The trainer's process is gone: end what it started, and note its death unless it noted its own end."""
         if trainer.who is not None:
             processes.end(trainer.who, grace_s=0.0 if trainer.pressed == "kill" else 1.0)
         job = self._store.job(trainer.job)
         log(f"The trainer of job {job.id} ended, exit code {trainer.code}, state {job.state}.")
-        if not job.active or job.attempt != trainer.attempt:
+        if job.attempt != trainer.attempt:
+            return
+        if job.state == "interrupted" and job.again:
+            self._lost_cards[job.asked_config.device] = now
+            self._go_on(job, job.failure or "")
+        if not job.active:
             return
         if job.state in ("stopping", "pausing"):
             late = trainer.pressed != "no"
@@ -362,17 +368,24 @@ class Supervisor:
         self._try_again(now)
         found = self._devices()
         there = found.names
-        if there and found != self._noted_devices:
+        if there and found[:2] != self._noted_devices:
             self._store.set_devices(there, silent_since=found.silent_since)
-            self._noted_devices = found
+            self._noted_devices = found[:2]
         taken = [trainer.device for trainer in self._trainers.values()] + [job.asked_config.device for job in active]
         held = {there[0] if device == "auto" else device for device in taken if there}
         if found.silent_since is not None:  # what has its cards would hang, too; one that leaves the choice means them
             held |= {"auto", *(name for name in there if name != "cpu")}
+        held |= self._lost(found)
         # A job whose last trainer has not left yet waits for that, also where another device is free.
         while (job := self._store.claim_next(self._who, there, held=held, leaving=self._trainers)) is not None:
             held.add(job.device or "")  # also where it did not come to be: not all that waits is tried in one round
             self._start(job, now)
+
+    def _lost(self, found: Found) -> set[str]:
+        """Devices that a run has lost since they were last looked for: whether they are there again is not known."""
+        looked_at = float("-inf") if found.looked_at is None else found.looked_at
+        self._lost_cards = {name: at for name, at in self._lost_cards.items() if looked_at <= at}
+        return set(self._lost_cards)
 
     def _start(self, job: Job, now: float) -> None:
         try:

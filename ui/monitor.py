@@ -146,8 +146,10 @@ def job_values(job: Job, texts: Texts, queue: Queue | None = None) -> dict[str, 
 
 
 def without_device(job: Job, devices: Sequence[str]) -> bool:
-    """Whether a queued job names a device that the machine does not have now."""
-    return job.state == "queued" and bool(devices) and job.config.device not in ("auto", *devices)
+    """Whether a queued job waits for a device that the machine does not have now."""
+    if job.state != "queued" or not devices or job.awaited_device in ("auto", *devices):
+        return False
+    return job.config.device != "auto" or all(name == "cpu" for name in devices)
 
 
 def waits_text(job: Job, texts: Texts, queue: Queue) -> str:
@@ -162,7 +164,7 @@ def waits_text(job: Job, texts: Texts, queue: Queue) -> str:
         return queue.silent
     if without_device(job, queue.devices):
         there = texts["list.comma"].join(queue.devices)
-        return texts["runs.waits.device"].format(device=job.config.device, there=there)
+        return texts["runs.waits.device"].format(device=job.awaited_device, there=there)
     return queue.held
 
 

@@ -17,7 +17,18 @@ from vramfit.sentences import packed
 from vramfit.training.metrics import Event, PhaseProgress
 
 _SETTABLE: Final = frozenset(
-    {"owner", "final_loss", "eval_loss", "peak_allocated_bytes", "export", "failure", "remedy", "ended_boot", "asks"}
+    {
+        "owner",
+        "final_loss",
+        "eval_loss",
+        "peak_allocated_bytes",
+        "export",
+        "failure",
+        "remedy",
+        "ended_boot",
+        "asks",
+        "again",
+    }
 )
 # A job that may be started now: nothing it waits for is still to come.
 _CLAIMABLE: Final = (
@@ -25,6 +36,8 @@ _CLAIMABLE: Final = (
     "SELECT 1 FROM jobs AS first WHERE first.id = jobs.after AND (first.state = 'succeeded' OR (jobs.after_anyway AND "
     f"first.state IN {tuple(UNSUCCESSFUL)}))))"
 )
+# Of those that leave the choice: not one that goes on by itself after its card was lost, which is to come back.
+_NOT_FROM_A_CARD: Final = " AND (jobs.resumes = 0 OR coalesce(jobs.device, 'cpu') = 'cpu')"
 
 
 class States(Waiting):
@@ -137,7 +150,7 @@ class States(Waiting):
         db.execute(
             "UPDATE jobs SET position = (SELECT coalesce(max(position), 0) + 1 FROM jobs), finished_at = NULL, "
             "stop_requested_at = NULL, failure = NULL, remedy = NULL, said = NULL, foreground = 0, "
-            "revision = revision + 1, resumes = 0, losses = 0, ended_boot = NULL, go_on = 0, accepted = asks, "
+            "revision = revision + 1, resumes = 0, losses = 0, ended_boot = NULL, again = 0, go_on = 0, accepted = asks, "
             "frozen = CASE WHEN asks THEN NULL ELSE frozen END, asks = 0 WHERE id = ?",
             [id_],
         )
@@ -156,7 +169,7 @@ class States(Waiting):
                 expected=("starting", "running", "interrupted"),
                 state="queued",
                 attempt=attempt,
-                values={"owner": None, "failure": None, "remedy": None, "ended_boot": None},
+                values={"owner": None, "failure": None, "remedy": None, "ended_boot": None, "again": False},
             )
             db.execute(
                 "UPDATE jobs SET resumes = resumes + 1, revision = revision + 1, finished_at = NULL, "
@@ -171,9 +184,10 @@ class States(Waiting):
             assert row is not None
             return int(row["resumes"])
 
-    def ended_by_restart(self, boot: str) -> list[Job]:
-        """Jobs that saved and ended because the system went down, before the boot `boot`."""
-        where = "state = 'interrupted' AND ended_boot IS NOT NULL AND ended_boot != ?"
+    def to_go_on(self, boot: str) -> list[Job]:
+        """Jobs that noted an end after which they go on: the system went down, before the boot `boot`, or their card
+        was lost."""
+        where = "state = 'interrupted' AND (again OR (ended_boot IS NOT NULL AND ended_boot != ?))"
         with self._reported():
             rows = list(self._db.query(f"SELECT {JOB_COLUMNS} FROM jobs WHERE {where} ORDER BY position", [boot]))
         return [self._job(row) for row in rows]
@@ -211,8 +225,8 @@ class States(Waiting):
         """Move the first queued job that waits for no other one, and whose device is free, to `starting`, attempt + 1.
 
         `devices` are this machine's, best first, the CPU last. One job at a time is on each; one that leaves the choice
-        gets the first card that is free, or the CPU where there is no card. `held` are those that are not free although
-        no job is on them ("auto": none is chosen for those that leave the choice); `leaving` are jobs that an earlier
+        gets the first card that is free, or the CPU where there is no card (unless it goes on by itself from a card:
+        then it waits for one). `held` are those that are not free although no job is on them ("auto": none is chosen for those that leave the choice); `leaving` are jobs that an earlier
         trainer has not left yet. None while none may start, or the queue is held. A job whose device is not there
         waits, and others pass it.
 
@@ -254,13 +268,15 @@ class States(Waiting):
         if "auto" not in held and (auto := next((name for name in by_itself if name in free), None)) is not None:
             free["auto"] = auto
         others = "".join(f" AND jobs.id != {int(id_)}" for id_ in leaving)
-        first = (
-            f"SELECT position, id FROM jobs INDEXED BY jobs_waiting WHERE {_CLAIMABLE} AND {schema.WISHED} = ?{others} "
-            "ORDER BY position, id LIMIT 1"
-        )
-        found = [
-            (*row, device) for wish, device in free.items() if (row := db.execute(first, [wish]).fetchone()) is not None
-        ]
+        found = []
+        for wish, device in free.items():
+            more = f"{others}{_NOT_FROM_A_CARD}" if (wish, device) == ("auto", "cpu") else others
+            row = db.execute(
+                f"SELECT position, id FROM jobs INDEXED BY jobs_waiting WHERE {_CLAIMABLE} AND {schema.WISHED} = ?"
+                f"{more} ORDER BY position, id LIMIT 1",
+                [wish],
+            ).fetchone()
+            found += [] if row is None else [(*row, device)]
         return min(found)[1:] if found else None
 
     def wait_for_a_start(self, id_: int, *, attempt: int, why: str, event: Event | None) -> None:

@@ -28,7 +28,7 @@ JOB_COLUMNS: Final = (
     "coalesce(eval_loss, (SELECT loss FROM evaluations WHERE job = jobs.id ORDER BY step DESC LIMIT 1)) AS eval_loss, "
     "peak_allocated_bytes, export, failure, remedy, resumes, losses, step_before, checkpoint_before, after, "
     "after_anyway, (SELECT state FROM jobs AS first WHERE first.id = jobs.after) AS after_state, go_on, "
-    "frozen, accepted, device, said, "
+    "frozen, accepted, device, again, said, "
     "coalesce((SELECT max(step) FROM metrics WHERE job = jobs.id), 0) AS step"
 )
 
@@ -171,6 +171,7 @@ class Waiting(Measured):
                 "after_anyway": bool(values["after_anyway"]),
                 "go_on": bool(values["go_on"]),
                 "accepted": bool(values["accepted"]),
+                "again": bool(values["again"]),
                 "frozen": json.loads(values["frozen"]) if values["frozen"] else None,
                 "config": config_of(values["config"])[0],
                 "config_error": config_of(values["config"])[1],

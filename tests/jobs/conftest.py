@@ -48,11 +48,12 @@ class Driven:
         self.store, self.now = store, 0.0
         self.devices: tuple[str, ...] = ("cpu",)
         self.silent_since: float | None = None
+        self.looked_at: float | None = None  # when the devices were looked for, by `now`
         self.supervisor = Supervisor(
             store,
             command=stand_in_command,
             patience=patience,
-            devices=lambda: Found(self.devices, self.silent_since),
+            devices=lambda: Found(self.devices, self.silent_since, self.looked_at),
         )
         assert self.supervisor.start()
 

@@ -1,7 +1,8 @@
 """Stand-ins run as real processes by the tests: a trainer without torch, and a supervisor that starts it.
 
 stand_in.py train ID DATA_DIR ATTEMPT       what it does is told by the job's name: "steps=50 delay=0.01 ..."
-    save=10 saves every 10 steps; die_at=15,25 ends attempt 1 at step 15 and attempt 2 at step 25, by=SIGKILL
+    save=10 saves every 10 steps; die_at=15,25 ends attempt 1 at step 15 and attempt 2 at step 25, by=SIGKILL (or by
+    exit, or by card: it is lost)
     linger=5 stays 5 seconds after attempt 1 has ended; noise=10 writes 10 MB to stderr before the first step
 stand_in.py supervise DATA_DIR IDLE_S
 """
@@ -66,6 +67,8 @@ def train(session: Attempt, resume: bool) -> RunResult:
             session.recorder.flush()
             if wishes.get("by") == "exit":
                 os._exit(7)
+            if wishes.get("by") == "card":
+                raise RuntimeError("CUDA error: GPU is lost")
             os.kill(os.getpid(), signal.Signals[wishes.get("by", "SIGKILL")])
     stopped = done < total
     if stopped:

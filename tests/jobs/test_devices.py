@@ -12,15 +12,19 @@ import psutil
 import pytest
 
 from jobs import processes
+from jobs.attempt import Attempt
 from jobs.beside import left_beside
 from jobs.device_watch import FRESH_S, DeviceWatch, Found
+from jobs.run_job import run
 from jobs.store import SUPERVISOR_LEASE, Store
+from tests.jobs.stand_in import metrics
 from tests.jobs.test_supervisor import HASTY
 from ui.runs import runs_view
 from ui.texts import texts_of
 from vramfit.config import RunConfig
 from vramfit.hardware.catalogue import machine_with
 from vramfit.hardware.devices import Device, probe
+from vramfit.training.metrics import RunResult
 from vramfit.units import GIB
 
 CARDS = ("cuda:0", "cuda:1", "cpu")
@@ -85,6 +89,92 @@ def test_what_cannot_start_now_writes_nothing(store: Store) -> None:
     assert store._db.execute("PRAGMA data_version").fetchone()[0] == before
 
 
+@pytest.mark.parametrize("wish", ["cuda:0", "auto"])
+def test_a_run_whose_card_was_lost_goes_on_by_itself_once_the_card_is_there_again(
+    store: Store, drive: Callable[..., Any], wish: str
+) -> None:
+    """Neither it nor the next one is started before somebody has looked for the card, nor on the CPU instead."""
+    lost, then = add(store, wish, steps=60, delay=0.002, save=10, die_at=15, by="card"), add(store, "cuda:0", steps=2)
+    driven = drive(HASTY)
+    driven.devices, driven.looked_at = ("cuda:0", "cpu"), 0.0
+    driven.until(lambda: store.job(lost).resumes == 1 and lost not in driven.supervisor._trainers)
+    step(driven, times=10)
+    assert [(store.job(id_).state, store.job(id_).attempt) for id_ in (lost, then)] == [("queued", 1), ("queued", 0)]
+    driven.devices, driven.looked_at = ("cpu",), driven.now
+    step(driven, times=10)
+    shown = next(run for run in runs_view(store, texts_of("en"))["runs"] if run["id"] == lost)
+    assert (shown["state"], shown["blocked"]) == ("queued", True)
+    assert shown["waits"] == "Waits for cuda:0, which this machine does not have now; it has cpu. Others go on."
+    driven.devices, driven.looked_at = ("cuda:0", "cpu"), driven.now
+    job = driven.until_over(lost)
+    assert (job.state, job.attempt, job.resumes, job.device) == ("succeeded", 2, 1, "cuda:0")
+    assert store.series(lost, max_points=10**6).columns["step"] == list(range(1, 61))
+    (resumed,) = [event.message for event in store.events(lost) if event.kind == "resumed"]
+    assert resumed == (
+        "The card was lost while it trained: CUDA error: GPU is lost. It goes on by itself from the checkpoint of "
+        "step 10 (time 1 of at most 3)."
+    )
+    assert driven.until_over(then).state == "succeeded"
+
+
+def test_a_run_that_loses_its_card_again_without_getting_further_stays_interrupted(
+    store: Store, drive: Callable[..., Any]
+) -> None:
+    id_ = add(store, "cuda:0", steps=60, delay=0.002, save=10, die_at="15,15", by="card")
+    driven = drive(HASTY)
+    driven.devices, driven.looked_at = ("cuda:0", "cpu"), 0.0
+    driven.until(lambda: store.job(id_).resumes == 1)
+    driven.looked_at = driven.now + 0.2
+    job = driven.until_over(id_)
+    assert (job.state, job.attempt, job.again) == ("interrupted", 2, False)
+    assert job.failure == (
+        "The card was lost while it trained: CUDA error: GPU is lost. It does not go on by itself, because the start "
+        "before had come to step 15 too."
+    )
+    assert "driver's tool" in (job.remedy or "")
+
+
+def test_a_card_that_was_lost_while_no_supervisor_was_there_is_no_end_either(
+    store: Store, drive: Callable[..., Any]
+) -> None:
+    id_ = add(store, "cpu", steps=3)
+    assert claims(store) == [(id_, "cpu")]
+
+    def lose(session: Attempt, resume: bool) -> RunResult:
+        session.recorder.steps([metrics(1)])
+        raise RuntimeError("CUDA error: GPU is lost")
+
+    assert run(store, id_, train=lose) == 2
+    assert (store.job(id_).state, store.job(id_).again) == ("interrupted", True)
+    store.release_lease(SUPERVISOR_LEASE, owner="me")
+    job = drive(HASTY).until_over(id_)
+    assert (job.state, job.attempt, job.resumes) == ("succeeded", 2, 1)
+
+
+@pytest.mark.parametrize(("asked", "state"), [("request_stop", "cancelled"), ("request_pause", "paused")])
+def test_a_card_that_is_lost_on_the_way_to_an_end_that_was_asked_for_ends_so(
+    store: Store, asked: str, state: str
+) -> None:
+    id_ = add(store, "cpu")
+    assert claims(store) == [(id_, "cpu")]
+
+    def lose(session: Attempt, resume: bool) -> RunResult:
+        session.recorder.steps([metrics(1)])
+        getattr(store, asked)(id_)
+        raise RuntimeError("CUDA error: GPU is lost")
+
+    assert run(store, id_, train=lose) == 2
+    job = store.job(id_)
+    assert (job.state, job.again) == (state, False)
+    assert job.failure == "The card was lost while it trained: CUDA error: GPU is lost."
+
+
+def step(driven: Any, *, times: int) -> None:
+    for _ in range(times):
+        driven.supervisor.step(driven.now)
+        driven.now += 0.1
+
+
 def test_two_devices_train_at_once_stop_apart_and_are_adopted_both(
     store: Store, drive: Callable[..., Any], eventually: Callable[..., None]
 ) -> None:
@@ -146,7 +236,7 @@ def test_ram_of_a_run_beside_is_left_to_it(store: Store) -> None:
 def test_devices_are_looked_for_behind_and_again_after_a_while(tmp_path: Path, eventually: Callable[..., None]) -> None:
     now = [0.0]
     watch = DeviceWatch(tmp_path, clock=lambda: now[0])
-    assert watch.found() == ((), None)
+    assert watch.found() == Found(())
     eventually(lambda: watch.found().names != ())
     assert watch.found().names[-1] == "cpu"
     first = watch._thread
@@ -189,20 +279,20 @@ def test_a_driver_that_falls_silent_keeps_its_cards_names_and_the_time_it_was_fi
     monkeypatch.setattr("jobs.device_watch.probe", lambda folder: machine[0])
     watch = DeviceWatch(tmp_path, clock=lambda: now[0])
     watch.found()
-    eventually(lambda: watch.found() == Found(("cuda:0", "cpu")))
+    eventually(lambda: watch.found()[:2] == (("cuda:0", "cpu"), None))
     began = time.time()
     for _ in range(2):
         machine[0] = replace(machine[0], devices=machine[0].devices[-1:], silent=True)
         now[0] += FRESH_S + 1
         watch.found()
         watch._thread.join()
-    names, since = watch.found()
+    names, since, _ = watch.found()
     assert names == ("cuda:0", "cpu")
     assert since is not None and began <= since < began + FRESH_S
     machine[0], now[0] = whole, now[0] + FRESH_S + 1
     watch.found()
     watch._thread.join()
-    assert watch.found() == Found(("cuda:0", "cpu"))
+    assert watch.found()[:2] == (("cuda:0", "cpu"), None)
 
 
 def test_a_job_does_not_start_again_before_its_last_trainer_has_left(store: Store, drive: Callable[..., Any]) -> None:
