@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from jobs import processes
 from jobs.job import UNSUCCESSFUL, Job, Saves, Series, Streamed
-from jobs.store import Store
+from jobs.store import SUPERVISOR_LEASE, Store
+from jobs.supervisor import LEASE_STALE_S
 from ui.charts import (
     DRIFT_COLUMNS,
     SERIES_COLUMNS,
@@ -56,10 +58,11 @@ class Cursor:
 
 @dataclass(frozen=True, kw_only=True)
 class Queue:
-    """Why the queue starts nothing now, and why nothing that needs a card, each "" where it does; and the devices there
-    are, () while nobody looked."""
+    """Why the queue starts nothing now, because it is held or because its supervisor is `unheard`, and why nothing that
+    needs a card, each "" where it does; and the devices there are, () while nobody looked."""
 
     held: str
+    unheard: str
     silent: str
     devices: Sequence[str]
 
@@ -160,6 +163,8 @@ def waits_text(job: Job, texts: Texts, queue: Queue) -> str:
         return texts["runs.waits.ended" if ended else "runs.waits"].format(id=job.after, state=state)
     if job.state != "queued":
         return ""
+    if queue.unheard:
+        return queue.unheard
     if queue.silent and job.config.device != "cpu":
         return queue.silent
     if without_device(job, queue.devices):
@@ -173,7 +178,21 @@ def queue_of(store: Store, texts: Texts) -> Queue:
     why, since = store.queue_waits, store.driver_silent_since
     held = texts.said(why) if why is not None else texts["runs.held"] if store.queue_held else ""
     at = time.strftime("%Y-%m-%d %H:%M", time.localtime(since))
-    return Queue(held=held, silent="" if since is None else texts["runs.silent"].format(time=at), devices=store.devices)
+    silent = "" if since is None else texts["runs.silent"].format(time=at)
+    return Queue(held=held, unheard=unheard_text(store, texts), silent=silent, devices=store.devices)
+
+
+def unheard_text(store: Store, texts: Texts) -> str:
+    """What is said of a supervisor that lives and does not work: stopped, or in a call of the system that does not
+    return. "" of one that works; one that is dead is replaced by the panel, one of another boot after a while."""
+    lease = store.lease(SUPERVISOR_LEASE)
+    if lease is None:
+        return ""
+    who, beat = lease
+    seconds = store.clock() - beat
+    if seconds < LEASE_STALE_S or not processes.alive(who):
+        return ""
+    return texts["runs.unheard"].format(seconds=f"{seconds:.0f}", pid=processes.pid_of(who))
 
 
 def has_card(job: Job) -> bool:

@@ -34,6 +34,7 @@ def runs_view(store: Store, texts: Texts) -> dict[str, Any]:
         "time": time.time(),
         "held": queue.held,
         "silent": queue.silent,
+        "unheard": queue.unheard,
         "devices": devices_text(store, texts),
         "runs": [*runs[:at_work], *waiting, *runs[at_work:]],
     }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
 
-from jobs.store import Store
+from jobs import processes
+from jobs.store import SUPERVISOR_LEASE, Store
 from ui.runs import act, exports, runs_view
 from ui.texts import texts_of
 from vramfit.config import RunConfig
@@ -62,6 +65,31 @@ def test_a_waiting_run_says_what_it_waits_for(store: Store) -> None:
         act(store, "after", second, after=second)
     act(store, "after", second)
     assert store.job(second).after is None
+
+
+def test_a_supervisor_that_lives_and_is_not_heard_is_told_with_what_to_do(store: Store) -> None:
+    """Stopped, or in a call that does not return: its lease stays, and so does everything that waits."""
+    waits, moment = store.add_job(RunConfig()), store.clock()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stuck:
+        who = processes.identity(stuck.pid)
+        assert who is not None
+        store.take_lease(SUPERVISOR_LEASE, owner=who, alive=lambda *_: False)
+        told = {}
+        for seconds in (29, 75):
+            store.clock = lambda seconds=seconds: moment + seconds
+            told[seconds] = runs_view(store, EN)
+        store.clock = lambda: moment - 86_400
+        assert runs_view(store, EN)["unheard"] == "", "a clock set back"
+        store.clock = lambda: moment + 75
+        assert runs_view(store, texts_of("zh"))["unheard"].startswith(f"队列管理进程（进程 {stuck.pid}）")
+        stuck.kill()
+    assert (told[29]["unheard"], told[29]["runs"][0]["waits"]) == ("", "")
+    assert told[75]["unheard"].startswith(
+        f"The queue's supervisor (process {stuck.pid}) lives and has not been heard for 75 s: nothing is started"
+    )
+    assert f"kill -9 {stuck.pid}" in told[75]["unheard"]
+    assert told[75]["runs"][0]["id"] == waits and told[75]["runs"][0]["waits"] == told[75]["unheard"]
+    assert runs_view(store, EN)["unheard"] == "", "one that is dead is replaced by the panel"
 
 
 def test_a_held_queue_is_shown_and_let_go(store: Store) -> None:

@@ -104,14 +104,14 @@
       drawAfter(made, job, runs);
     };
 
-    const draw = ({ runs, time, held, silent, devices }) => {
+    const draw = ({ runs, time, held, silent, unheard, devices }) => {
       VF.show(empty, runs.length === 0);
       VF.show(table, runs.length > 0);
       VF.show(bar, runs.length > 0);
       isHeld = !!held; // the reason, or nothing
       hold.disabled = false;
       VF.text(hold, VF.word(held ? "runs.release" : "runs.hold"));
-      VF.text(heldNote, [held, silent].filter(Boolean).join(" "));
+      VF.text(heldNote, [unheard, held, silent].filter(Boolean).join(" "));
       VF.text(places, devices.join(" · "));
       const known = new Set(runs.map((job) => job.id));
       for (const [id, made] of rows) if (!known.has(id)) { made.row.remove(); rows.delete(id); }

@@ -512,6 +512,9 @@ WORDS: dict[str, str] = {
     "runs.silent": "The card's driver has not answered since {time}: what needs a card waits, runs on the CPU go on. "
     "Ask the card's own tool (nvidia-smi), and restart the machine if that hangs as well. It is asked again every "
     "minute.",
+    "runs.unheard": "The queue's supervisor (process {pid}) lives and has not been heard for {seconds} s: nothing is "
+    "started, and a run that does not stop is not ended. Look at the data folder's drive, or end that process "
+    "(kill -9 {pid}): the panel then starts another one, and runs at work go on.",
     "runs.device": "{device}: {what}",
     "runs.device.auto": "auto",
     "runs.device.runs": "run {id}",

@@ -494,6 +494,8 @@ WORDS: dict[str, str] = {
     "runs.held": "队列已暂停：恢复之前不会开始新的训练。",
     "runs.silent": "显卡驱动自 {time} 起没有回应：需要显卡的训练在等待，用 CPU 的照常进行。"
     "请运行显卡自带的工具（nvidia-smi），如果它也没有反应就重启机器。每分钟会再询问一次。",
+    "runs.unheard": "队列管理进程（进程 {pid}）还在，但已有 {seconds} 秒没有消息：不会开始新的训练，停不下来的训练也不会被结束。"
+    "请检查数据文件夹所在的硬盘，或结束该进程（kill -9 {pid}）：面板会再启动一个，正在进行的训练不受影响。",
     "runs.device": "{device}：{what}",
     "runs.device.auto": "自动",
     "runs.device.runs": "训练 {id}",
