@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Final, Literal
 
 from jobs import file_systems, processes
+from jobs.deadline import WRITING, Deadline, allowed_s
 from jobs.death import MOST_LOSSES, cause_of, obstacle
 from jobs.device_watch import DeviceWatch, Found
 from jobs.freezer import Freezer
@@ -57,8 +58,8 @@ NOBODY_STARTS: Final = (*NO_ROOM, *NO_MORE_FILES, errno.EAGAIN, errno.ENOMEM)
 class Patience:
     """How long things may take, in seconds.
 
-    `stop`: from Stop to TERM (ten times that while a checkpoint or the result is being written); `term`: from TERM to
-    KILL; `start`: until a spawned trainer of a dead supervisor has said who it is; `leave`: from a trainer's final
+    `stop`: from Stop to TERM (longer where steps are, and while a trainer gets further: jobs/deadline.py); `term`: from
+    TERM to KILL; `start`: until a spawned trainer of a dead supervisor has said who it is; `leave`: from a trainer's final
     state to the end of its process; `idle`: without work and without a panel until the supervisor leaves.
     """
 
@@ -88,9 +89,11 @@ class _Trainer:
     kills_before: int | None
     lost: bool = False  # that a supervisor died over it is counted
     stop_seen_at: float | None = None
-    stop_allowed: float = 0.0  # seconds from then to TERM
+    deadline: Deadline | None = None  # once it was asked to end
+    written: tuple[float, int] = (float("-inf"), 0)  # when its folder was last looked at, and the bytes in it
     final_seen_at: float | None = None
     pressed: Literal["no", "term", "kill"] = "no"
+    pressed_at: float = 0.0  # when TERM was sent
 
     def ended(self, now: float, *, start: float) -> bool:
         if self.process is not None:
@@ -102,6 +105,13 @@ class _Trainer:
     @property
     def code(self) -> int | None:
         return None if self.process is None else self.process.returncode
+
+    @property
+    def stop_note(self) -> str | None:
+        """What is said of one that had to be ended; None of one that ended by itself."""
+        if self.pressed == "no" or self.stop_seen_at is None:
+            return None
+        return say("death.late", seconds=f"{self.pressed_at - self.stop_seen_at:.0f}")
 
 
 class Supervisor:
@@ -233,8 +243,7 @@ class Supervisor:
         if not job.active:
             return
         if job.state in ("stopping", "pausing"):
-            late = trainer.pressed != "no"
-            self._conclude(job, "cancelled" if job.state == "stopping" else "paused", _stop_note(self._patience, late))
+            self._conclude(job, "cancelled" if job.state == "stopping" else "paused", trainer.stop_note)
             return
         if job.started_at is None and trainer.process is None:
             self._never_began(trainer, job)
@@ -300,11 +309,23 @@ class Supervisor:
         """A stop has a deadline: then TERM, then KILL, for the whole group."""
         if job.state not in ("stopping", "pausing") or trainer.who is None:
             return
-        if trainer.stop_seen_at is None:
+        phase = job.phase.name if job.phase is not None else ""
+        shown = (job.phase, self._written(trainer, job, now) if phase in WRITING else 0)
+        if trainer.deadline is None:
+            step_s = self._store.step_seconds(job.id)
+            allowed = allowed_s(self._patience.stop, step_s)
             trainer.stop_seen_at = now
-        writing = job.phase is not None and job.phase.name in ("saving", "exporting")
-        trainer.stop_allowed = self._patience.stop * (10 if writing else 1)
+            trainer.deadline = Deadline(since=now, allowed=allowed, phase=phase, shown=shown)
+            if allowed > self._patience.stop:
+                self._tell(job.id, f"A step takes up to {step_s:.0f} s, so it has {allowed:.0f} s to hear the stop.")
+        trainer.deadline.hear(now, phase=phase, shown=shown)
         self._press_one(trainer, now)
+
+    def _written(self, trainer: _Trainer, job: Job, now: float) -> int:
+        """Bytes in the run's folder, looked at once a second."""
+        if now - trainer.written[0] >= 1.0:
+            trainer.written = (now, bytes_in(job.folder))
+        return trainer.written[1]
 
     def _press(self, now: float) -> None:
         """End what is overdue, without a word to the database before it is done."""
@@ -312,14 +333,14 @@ class Supervisor:
             self._press_one(trainer, now)
 
     def _press_one(self, trainer: _Trainer, now: float) -> None:
-        if trainer.who is None or trainer.stop_seen_at is None or trainer.pressed == "kill":
+        if trainer.who is None or trainer.deadline is None or trainer.stop_seen_at is None:
             return
-        allowed, waited = trainer.stop_allowed, now - trainer.stop_seen_at
-        if trainer.pressed == "no" and waited >= allowed:
-            trainer.pressed = "term"
+        if trainer.pressed == "no" and trainer.deadline.over(now):
+            trainer.pressed, trainer.pressed_at = "term", now
             processes.terminate(trainer.who)
-            self._tell(trainer.job, f"It did not end within {allowed:.0f} s of Stop and is asked once more (TERM).")
-        elif trainer.pressed == "term" and waited >= allowed + self._patience.term:
+            waited = now - trainer.stop_seen_at
+            self._tell(trainer.job, f"It did not end within {waited:.0f} s of Stop and is asked once more (TERM).")
+        elif trainer.pressed == "term" and now - trainer.pressed_at >= self._patience.term:
             trainer.pressed = "kill"
             processes.kill(trainer.who)
             self._tell(trainer.job, f"It did not end within {self._patience.term:.0f} s of TERM and is ended (KILL).")
@@ -495,10 +516,14 @@ def can_start(folder: Path) -> bool:
     return True
 
 
-def _stop_note(patience: Patience, late: bool) -> str | None:
-    if not late:
-        return None
-    return say("death.late", seconds=f"{patience.stop:.0f}")
+def bytes_in(folder: Path) -> int:
+    """What the files in a run's folder take, less its log. Files that go meanwhile are not counted."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += 0 if name == "trainer.log" else (Path(place) / name).stat().st_size
+    return total
 
 
 def _watched(

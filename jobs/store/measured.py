@@ -215,6 +215,13 @@ class Measured(Alerts):
             sql = "SELECT count(*) FROM metrics INDEXED BY metrics_skipped WHERE job = ? AND skipped = 1"
             return int(self._db.execute(sql, [id_]).fetchone()[0])
 
+    def step_seconds(self, id_: int) -> float | None:
+        """What the longest of the last twenty steps on record took; None where there is none."""
+        sql = "SELECT step_seconds FROM metrics WHERE job = ? ORDER BY step DESC LIMIT 20"
+        with self._reported():
+            found = self._db.execute(f"SELECT max(step_seconds) FROM ({sql})", [id_]).fetchone()[0]
+        return None if found is None else float(found)
+
     def streamed(self, id_: int) -> Streamed:
         """The steps on record in which the model streamed, and what they wrote to disk."""
         with self._reported():

@@ -3,6 +3,7 @@
 stand_in.py train ID DATA_DIR ATTEMPT       what it does is told by the job's name: "steps=50 delay=0.01 ..."
     save=10 saves every 10 steps; die_at=15,25 ends attempt 1 at step 15 and attempt 2 at step 25, by=SIGKILL (or by
     exit, or by card: it is lost)
+    save_s=3 takes 3 seconds for the checkpoint of a stop, which grows meanwhile; step_s=20 is what a step says it took
     linger=5 stays 5 seconds after attempt 1 has ended; noise=10 writes 10 MB to stderr before the first step
 stand_in.py supervise DATA_DIR IDLE_S
 """
@@ -28,7 +29,7 @@ from vramfit.training import checkpoint
 from vramfit.training.metrics import PhaseProgress, RunResult, StepMetrics
 
 
-def metrics(step: int) -> StepMetrics:
+def metrics(step: int, *, seconds: float = 0.1) -> StepMetrics:
     return StepMetrics(
         step=step,
         time=time.time(),
@@ -37,7 +38,7 @@ def metrics(step: int) -> StepMetrics:
         grad_norm=1.0,
         tokens=8,
         tokens_per_s=80.0,
-        step_seconds=0.1,
+        step_seconds=seconds,
         epoch=step / 100,
         allocated_bytes=1000 + step,
         reserved_bytes=0,
@@ -59,7 +60,7 @@ def train(session: Attempt, resume: bool) -> RunResult:
     while done < total and not session.should_stop():
         done += 1
         time.sleep(delay)
-        session.recorder.steps([metrics(done)])
+        session.recorder.steps([metrics(done, seconds=float(wishes.get("step_s", 0.1)))])
         print(f"step {done}", flush=True)
         if every and done % every == 0:
             save(session, done)
@@ -72,7 +73,7 @@ def train(session: Attempt, resume: bool) -> RunResult:
             os.kill(os.getpid(), signal.Signals[wishes.get("by", "SIGKILL")])
     stopped = done < total
     if stopped:
-        save(session, done)
+        save(session, done, seconds=float(wishes.get("save_s", 0)))
     return RunResult(
         steps=done,
         total_steps=total,
@@ -84,9 +85,16 @@ def train(session: Attempt, resume: bool) -> RunResult:
     )
 
 
-def save(session: Attempt, step: int) -> None:
+def save(session: Attempt, step: int, *, seconds: float = 0.0) -> None:
     folder = session.job.checkpoints / f"step-{step:08d}"
     folder.mkdir(parents=True, exist_ok=True)
+    if seconds:
+        session.recorder.phase(PhaseProgress(name="saving", done=step))
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with (folder / checkpoint.TENSORS).open("ab") as file:
+            file.write(bytes(100))
+        time.sleep(0.01)
     (folder / checkpoint.MANIFEST).write_text("{}", encoding="utf-8")
 
 

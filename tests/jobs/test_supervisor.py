@@ -314,6 +314,29 @@ def test_stop_while_the_model_loads_ends_at_once(store: Store, drive: Callable[.
     assert (job.state, job.failure, job.step) == ("cancelled", None, 0)
 
 
+def test_a_stop_waits_for_a_step_that_is_long_and_says_how_long(store: Store, drive: Callable[..., object]) -> None:
+    """The test's clock runs about ten times as fast as the trainer's: a step of a second is long for HASTY."""
+    id_ = add(store, steps=50, delay=1, step_s=20)
+    driven = drive(HASTY)
+    driven.until(lambda: store.job(id_).step >= 1)
+    store.request_stop(id_)
+    job = driven.until_over(id_)
+    assert (job.state, job.failure, job.has_checkpoint) == ("cancelled", None, True)
+    assert told(store, id_, "stop") == ["A step takes up to 20 s, so it has 100 s to hear the stop."]
+
+
+def test_a_stop_waits_for_a_checkpoint_that_grows(store: Store, drive: Callable[..., object]) -> None:
+    id_ = add(store, steps=1000, delay=0.01, save_s=4)
+    driven = drive(HASTY)
+    driven.until(lambda: store.job(id_).step >= 1)
+    asked_at = driven.now
+    store.request_stop(id_)
+    job = driven.until_over(id_)
+    assert driven.now - asked_at > 12.0, "longer than what is written may stand still"
+    assert (job.state, job.failure, job.has_checkpoint) == ("cancelled", None, True)
+    assert told(store, id_, "stop") == []
+
+
 @pytest.mark.skipif(os.name == "nt", reason="a process on Windows cannot be deaf to TERM")
 def test_case_130_a_deaf_trainer_and_its_deaf_children_are_ended_in_bounded_time(
     store: Store, drive: Callable[..., object]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -261,9 +262,15 @@ class StreamingExecutor(ResidentExecutor):
         """As in ResidentExecutor, as many micro-batches at a time as a step has, or as memory has shown to bear."""
         self.evaluation_recovered = ""
         total, tokens, weight = 0.0, 0, 0.0
-        waiting = self._evaluated(piece for batch in micro_batches for piece in self.pieces(batch))
+        # Asked for as they are needed: who gives them may end the evaluation between two groups.
+        coming = (piece for batch in micro_batches for piece in self.pieces(batch))
+        waiting: list[Piece] = []
         with evaluation_mode(self.model), fp32_products(self.raised.compute):
-            while waiting:
+            while True:
+                missing = max(0, self._evaluated_together - len(waiting))
+                waiting += self._evaluated(itertools.islice(coming, missing))
+                if not waiting:
+                    break
                 pieces = waiting[: self._evaluated_together]
                 found, failure = attempt(lambda pieces=pieces: self._losses_of(pieces), self.device)  # type: ignore[misc]
                 if found is None and len(pieces) > 1:

@@ -112,6 +112,7 @@ def train(
         recorder=recorder,
         folder=folder,
         saver=Saver(copies=forecast.memory.saves_aside, needs=lambda: still_needed(forecast)),
+        should_stop=should_stop,
     )
     run.report_preparation(forecast, architecture)
     run.check_adapters(architecture)
@@ -129,6 +130,8 @@ def train(
         run.write_samples(tokenizer, step=0, stage="before")
         if run.evaluate_every and config.method != "pretrain":
             run.evaluate(0)  # what fine-tuning has to improve on; random weights tell nothing
+    elif run.owes_evaluation:
+        run.evaluate(done)
 
     recorder.phase(PhaseProgress(name="training", done=done, total=order.total_steps, unit="steps"))
     stopped = should_stop()
@@ -141,10 +144,11 @@ def train(
             run.step(done)
             reach("trainer: after a step")
             run.tell_saved()
-            stopped = should_stop()
             better = run.is_due(done, run.evaluate_every) and run.evaluate(done)
+            stopped = should_stop()
             if stopped or run.improves_no_more or run.saves_after(done) or (better and run.keeps_best):
                 run.save(done)
+                stopped = stopped or should_stop()  # one that came meanwhile finds this step saved
             recorder.phase(PhaseProgress(name="training", done=done, total=order.total_steps, unit="steps"))
         run.wait_until_saved(done)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -74,6 +74,10 @@ MOST_CARRIED = 50_000  # rows in a checkpoint, about 30 MB: more than an hour of
 TELLING_ROUNDING = 1e-4  # of the weights: fp32's is a thousandth of it
 
 
+class _Stopped(Exception):
+    """A stop came in an evaluation."""
+
+
 @dataclass(kw_only=True)
 class Run:
     """The loop's small verbs, and the little they remember."""
@@ -95,6 +99,8 @@ class Run:
     base: str = field(init=False)  # as it was loaded: a branch of the hub may move on meanwhile
     calibrate_every: int = field(init=False)
     told_to_wait: bool = False
+    should_stop: Callable[[], bool] = lambda: False
+    owes_evaluation: bool = False  # one was due after the last step, and a stop came before its end
     _process: psutil.Process = field(default_factory=psutil.Process)
 
     def __post_init__(self) -> None:
@@ -232,11 +238,18 @@ class Run:
         )
 
     def evaluate(self, step: int) -> bool:
-        """Mean loss over the held-out share. Returns whether it is the best so far."""
+        """Mean loss over the held-out share. Returns whether it is the best so far.
+
+        A stop ends it, save after the last step, of which it tells the result; a resume makes up for it.
+        """
         if not self.data.held_out:
             return False
-        self.recorder.phase(PhaseProgress(name="evaluating", done=step, total=self.order.total_steps, unit="steps"))
-        loss, tokens = self.executor.evaluate(self._split(self.data.held_out, self.micro_batch))
+        self.owes_evaluation = True
+        try:
+            loss, tokens = self.executor.evaluate(self._held_out(step))
+        except _Stopped:
+            return False
+        self.owes_evaluation = False
         self._tell_evaluation(step)
         self.eval_loss = loss
         self.recorder.evaluation(Evaluation(step=step, time=time.time(), loss=loss, tokens=tokens))
@@ -255,6 +268,20 @@ class Run:
                 step=step,
             )
         return better
+
+    def _held_out(self, step: int) -> Iterator[MicroBatch]:
+        """The held-out share, while nobody stops the run, and how far its evaluation is."""
+        batches = self._split(self.data.held_out, self.micro_batch)
+        for number, batch in enumerate(batches):
+            if step < self.order.total_steps and self.should_stop():
+                raise _Stopped
+            detail = f"{number} / {len(batches)}" if number else ""
+            self.recorder.phase(
+                PhaseProgress(
+                    name="evaluating", done=step, total=self.order.total_steps, unit="steps", detail=detail
+                )
+            )
+            yield batch
 
     def _tell_evaluation(self, step: int) -> None:
         if self.executor.evaluation_recovered:
@@ -309,6 +336,7 @@ class Run:
                 "evaluations": self.health.evaluations.state(),
                 "health": self.health.state(),
                 "unstored": unstored,
+                "owes_evaluation": self.owes_evaluation,
             },
             **self._kept(),
         )
@@ -368,6 +396,7 @@ class Run:
             self.health.evaluations.load_state(saved.values.get("evaluations", {}))
             self.health.load_state(saved.values.get("health", {}))
             self.recorder.restore(saved.values.get("unstored", []))
+            self.owes_evaluation = bool(saved.values.get("owes_evaluation"))
             # Memory that is free now must not change the last bits, nor the dropout: only less of it makes fewer rows.
             was = saved.values.get("micro_batch", self.micro_batch)
             as_planned = self.plan.micro_batch >= saved.values.get("planned_micro_batch", math.inf)
