@@ -22,9 +22,9 @@ from jobs.job import Job
 from jobs.store import Store
 from vramfit.engine.accelerators import prepare_allocator
 from vramfit.engine.threads import let_threads_sleep
-from vramfit.errors import UserError
+from vramfit.errors import CheckpointError, UserError
 from vramfit.hardware.devices import probe
-from vramfit.training import checkpoint
+from vramfit.sentences import say
 from vramfit.training.inputs import IfChanged, Marks, changes, hub_mark, marks_of, settle_changes
 from vramfit.training.metrics import Event, PhaseProgress, RunResult
 
@@ -55,13 +55,17 @@ def run(store: Store, id_: int, *, attempt: int | None = None, train: Train | No
     """
     job = store.job(id_)
     number = job.attempt if attempt is None else attempt
-    saved = max(checkpoint.steps(job.checkpoints), default=0)
-    store.begin_attempt(id_, attempt=number, owner=processes.own_identity(), resume_step=saved)
+    saved, was_saved = job.newest_checkpoint, store.saved_step(id_)
+    gone = was_saved > 0 and saved == 0  # then what is on record stays: it is all that is left of the run
+    begins_at = job.step if gone else saved
+    store.begin_attempt(id_, attempt=number, owner=processes.own_identity(), resume_step=begins_at)
     with Attempt(store, store.job(id_), may_leave=True) as session:
         _listen(session)
         session.recorder.phase(PhaseProgress(name="loading", detail="torch"))
         session.recorder.flush()  # shown before the seconds that importing torch takes
         try:
+            if gone:
+                raise _checkpoints_gone(job, was_saved)
             result = (train or _train)(session, saved > 0)
         except BaseException as error:
             if isinstance(error, UserError):  # of any other error the traceback goes to the log
@@ -69,6 +73,12 @@ def run(store: Store, id_: int, *, attempt: int | None = None, train: Train | No
             return session.fail(error)
         session.finish(result)
         return 0
+
+
+def _checkpoints_gone(job: Job, step: int) -> CheckpointError:
+    """Somebody removed what the run was to go on from: to begin anew is for a person to ask for."""
+    what = say("gone.checkpoints", job=job.id, step=f"{step:,}", folder=str(job.checkpoints))
+    return CheckpointError(what, say("cure.checkpoints"))
 
 
 def _train(session: Attempt, resume: bool) -> RunResult:

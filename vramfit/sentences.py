@@ -211,6 +211,7 @@ ENGLISH: Final[Mapping[str, str]] = {
     "assumed.cpu": "The CPU's speed is assumed from {cores} core(s) with {vectors} at {clock} GHz, until it is "
     "measured (calibrate)",
     "gone.folder": "The folder of run {job}, {folder}, is gone, and with it its checkpoints up to step {step}",
+    "gone.checkpoints": "Run {job} had a checkpoint of step {step}, and none is left in {folder}",
     "death.boot": "The machine was started again while it trained.",
     "death.memory": "The machine ran out of memory (RAM) and the system ended the trainer (SIGKILL).",
     "death.silent": "The trainer ended without a word; why is not known, as the supervisor that started it was gone.",
@@ -292,6 +293,7 @@ ENGLISH: Final[Mapping[str, str]] = {
     "cure.drive.run": "Check the drive, then resume the run; checkpoints saved so far are kept.",
     "cure.folder.run": "Check that the folder can be written to, then resume the run; checkpoints saved so far are "
     "kept.",
+    "cure.checkpoints": "Put the checkpoints back and resume, or duplicate the run to start it anew.",
     "next.log": "The log has the details.",
     "next.resume": "Resume goes on from the last checkpoint.",
     "next.there": "Resume goes on from there.",

@@ -11,7 +11,17 @@ from jobs.store.alerts import Alerts
 from jobs.store.rows import as_json, put_rows
 from vramfit.errors import JobError
 from vramfit.planning.plan import Forecast
-from vramfit.training.metrics import DriftCheck, Evaluation, Event, PhaseProgress, StepMetrics, Telemetry, TextSample
+from vramfit.training.metrics import (
+    CHECKPOINT,
+    RESUME,
+    DriftCheck,
+    Evaluation,
+    Event,
+    PhaseProgress,
+    StepMetrics,
+    Telemetry,
+    TextSample,
+)
 
 if TYPE_CHECKING:
     from jobs.recorder import StoreRecorder
@@ -214,6 +224,13 @@ class Measured(Alerts):
             # By name: without statistics SQLite would rather read all steps of the job.
             sql = "SELECT count(*) FROM metrics INDEXED BY metrics_skipped WHERE job = ? AND skipped = 1"
             return int(self._db.execute(sql, [id_]).fetchone()[0])
+
+    def saved_step(self, id_: int) -> int:
+        """The step of the newest checkpoint that is on record as complete, 0 where none is: whatever lies in the folder
+        by now. The run told when it was, and when it went on from it."""
+        sql = "SELECT coalesce(max(step), 0) FROM events WHERE job = ? AND kind IN (?, ?) AND level = 'info'"
+        with self._reported():
+            return int(self._db.execute(sql, [id_, CHECKPOINT, RESUME]).fetchone()[0])
 
     def step_seconds(self, id_: int) -> float | None:
         """What the longest of the last twenty steps on record took; None where there is none."""

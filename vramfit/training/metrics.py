@@ -7,9 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Any, Final, Literal, Protocol, TypedDict
 
 from vramfit.planning.plan import Forecast
+
+CHECKPOINT: Final = "checkpoint"
+"""The kind of an event that tells of checkpoints: at level info that one is complete, of the event's step."""
+
+RESUME: Final = "resume"
+"""The kind of an event that tells from where a run goes on: with a step, from the checkpoint of that step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,6 +49,8 @@ from vramfit.training.health import NAMED_ROWS, Evaluations, Health, Refusals, W
 from vramfit.training.inputs import IfChanged, changes, settle_changes, versions
 from vramfit.training.memory_care import MemoryCare, Note
 from vramfit.training.metrics import (
+    CHECKPOINT,
+    RESUME,
     DriftCheck,
     Evaluation,
     Event,
@@ -306,7 +308,7 @@ class Run:
             good = not self.health.refusals.in_a_row and self.executor.has_finite_weights()
         if not good:
             message = "No checkpoint was saved after a step without finite numbers; the last good one is kept."
-            self._say("warning", "checkpoint", message, step=step)
+            self._say("warning", CHECKPOINT, message, step=step)
             return
         self._show_saving(step)
         unstored = self.recorder.unstored()
@@ -315,7 +317,7 @@ class Run:
                 f"No checkpoint was saved: {len(unstored):,} rows wait for the job database, and a checkpoint carries "
                 f"{MOST_CARRIED:,} at most; the last one is kept. See to it that the database can be written."
             )
-            self._say("warning", "checkpoint", message, step=step)
+            self._say("warning", CHECKPOINT, message, step=step)
             return
         with self.saver.waiting():
             tensors, values = self.executor.state()
@@ -363,8 +365,8 @@ class Run:
                     "info" if saved.in_one_go in (FROM_ITS_PLACE, NOT_PLANNED) else "warning"
                 )
                 message = f"Training waits while a checkpoint is written: {saved.in_one_go}."
-                self._say(level, "checkpoint", message, step=saved.step)
-            self._say("info", "checkpoint", f"Checkpoint saved at step {saved.step}.", step=saved.step)
+                self._say(level, CHECKPOINT, message, step=saved.step)
+            self._say("info", CHECKPOINT, f"Checkpoint saved at step {saved.step}.", step=saved.step)
 
     def wait_until_saved(self, done: int) -> None:
         """Until the checkpoint that is on its way, if any, is complete. Raises as `tell_saved`."""
@@ -376,16 +378,16 @@ class Run:
     def tidy(self) -> None:
         """Remove or set aside what a crash has left of checkpoints, and tell it."""
         for message in checkpoint.tidy(self.folder / CHECKPOINTS):
-            self._say("warning", "checkpoint", message)
+            self._say("warning", CHECKPOINT, message)
 
     def resume(self, if_changed: IfChanged) -> int:
         """Load the newest complete checkpoint and return its step; 0 when the run has none yet."""
         found = checkpoint.newest(self.folder / CHECKPOINTS)
         if found is None:
-            self._say("info", "resume", "There is no checkpoint yet: the run starts from the beginning.")
+            self._say("info", RESUME, "There is no checkpoint yet: the run starts from the beginning.")
             return 0
         for reason in found.damaged:
-            self._say("warning", "resume", f"A newer checkpoint was passed over: {reason}.")
+            self._say("warning", RESUME, f"A newer checkpoint was passed over: {reason}.")
         saved = found.checkpoint
         try:
             self._check_identity(saved.values["identity"], if_changed, step=saved.step)
@@ -407,14 +409,14 @@ class Run:
                 "Remove that folder if an older checkpoint is there, or start a new run.",
             ) from error
         checkpoint.rotate(self.folder / CHECKPOINTS, step=saved.step, **self._kept())
-        self._say("info", "resume", f"Resumed at step {saved.step}.", step=saved.step)
+        self._say("info", RESUME, f"Resumed at step {saved.step}.", step=saved.step)
         if saved.step >= self.order.total_steps or self.improves_no_more:
-            self._say("info", "resume", "Nothing was left to train; only the result is written.", step=saved.step)
+            self._say("info", RESUME, "Nothing was left to train; only the result is written.", step=saved.step)
         bits = saved.values.get("optimizer_bits", self.plan.optimizer_bits)
         if bits != self.plan.optimizer_bits:
             self._say(
                 "warning",
-                "resume",
+                RESUME,
                 f"The optimizer's states were converted from {bits} to {self.plan.optimizer_bits} bits: the run goes "
                 "on a little differently than it would have.",
                 step=saved.step,
