@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import sqlite3
 import sys
 import threading
 import time
@@ -19,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
-from jobs import processes
+from jobs import last_words, processes
 from jobs.death import obstacle
-from jobs.job import Job, State
+from jobs.job import ACTIVE, Job, State
 from jobs.log_file import shorten
-from jobs.store import Store
+from jobs.store import Store, no_answer
 from vramfit.errors import Changed, InternalError, OutOfDisk, Unwritable, UserError, VramfitError
 from vramfit.hardware.devices import Device, probe
 from vramfit.hardware.telemetry import Sampler
@@ -85,6 +84,7 @@ class Attempt:
         ]
 
     def __enter__(self) -> Self:
+        last_words.reserve(self.job.folder)
         for thread in self._threads:
             thread.start()
         return self
@@ -207,7 +207,7 @@ class Attempt:
         """The card may be there again the next time: the supervisor puts the run back, unless something speaks against
         that, which is then told. Not a run that was to end."""
         self.recorder.close()  # whether it got further is in its rows
-        job = self.store.job(self.job.id)
+        job = self._now()
         asked: State | None = {"stopping": "cancelled", "pausing": "paused"}.get(job.state)  # type: ignore[assignment]
         against = "" if asked else obstacle(job)
         what = joined(failure.what, against or "")
@@ -217,12 +217,12 @@ class Attempt:
     def _wait_for_a_person(self, failure: Failure, *, asks: bool = False) -> int:
         """The run waits, its older checkpoints untouched, until somebody has seen to what is wrong and resumes it. With
         `asks` the resume says that it goes on with what has changed."""
-        stopping = self.store.job(self.job.id).state == "stopping"
+        stopping = self._now().state == "stopping"
         self._end("cancelled" if stopping else "paused", failure=failure.what, remedy=failure.remedy, asks=asks)
         return failure.code
 
     def _end_stopped(self, *, steps: int, **values: Any) -> None:
-        state = self.store.job(self.job.id).state
+        state = self._now().state
         if state == "pausing":
             self._end("paused", **values)
         elif state == "stopping" or not self.terminated:
@@ -237,25 +237,44 @@ class Attempt:
             )
 
     def _end(self, state: State, **values: Any) -> None:
-        """All rows first, then the final state, so that whoever sees the state sees all rows."""
+        """All rows first, then the final state, so that whoever sees the state sees all rows.
+
+        What the database does not take is left, as last words, to the supervisor.
+        """
         self._over.set()
         self.recorder.close()
-        expected: tuple[State, ...] = ("starting", "running", "pausing", "stopping")
-        insist(
-            lambda: self.store.transition(
-                self.job.id, expected=expected, state=state, attempt=self.job.attempt, **values
+        noted = last_words.note(self.job.folder, attempt=self.job.attempt, state=state, values=values)
+        try:
+            insist(
+                lambda: self.store.transition(
+                    self.job.id, expected=ACTIVE, state=state, attempt=self.job.attempt, **values
+                )
             )
-        )
+        except UserError as error:
+            if not noted or not no_answer(error):
+                raise
+            print(f"The end ({state}) is left to the supervisor: {error}", file=sys.stderr)
+            return
+        last_words.forget(self.job.folder)
+
+    def _now(self) -> Job:
+        """The job as it is; where the database does not answer, as it was when the attempt began."""
+        try:
+            return self.store.job(self.job.id)
+        except UserError as error:
+            print(f"the job store did not answer: {error}", file=sys.stderr)
+            return self.job
 
 
-def insist(change: Callable[[], None], *, seconds: float = INSIST_S) -> None:
-    """Make a change of the store, again and again while the database is locked or the disk full. Raises UserError."""
-    deadline, wait = time.monotonic() + seconds, 0.1
+def insist(change: Callable[[], object], *, seconds: float | None = None) -> None:
+    """Make a change of the store, again and again while it does not answer, for INSIST_S. Raises UserError."""
+    deadline, wait = time.monotonic() + (INSIST_S if seconds is None else seconds), 0.1
     while True:
         try:
-            return change()
+            change()
+            return
         except UserError as error:
-            if not isinstance(error.__cause__, sqlite3.Error) or time.monotonic() > deadline:
+            if not no_answer(error) or time.monotonic() > deadline:
                 raise
         time.sleep(wait)
         wait = min(2 * wait, 5.0)

@@ -199,8 +199,9 @@ class StoreRecorder:
             self._want(time.monotonic())
             return self._lock.wait_for(self._idle, timeout_s)
 
-    def close(self, *, timeout_s: float = CLOSE_S) -> None:
-        """Write what waits and end the thread. What cannot be stored in time goes to the log, row by row."""
+    def close(self, *, timeout_s: float | None = None) -> None:
+        """Write what waits and end the thread. What cannot be stored in time (CLOSE_S) goes to the log, row by row."""
+        timeout_s = CLOSE_S if timeout_s is None else timeout_s
         with self._lock:
             if self._closing:
                 return

@@ -15,16 +15,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from jobs import processes
-from jobs.attempt import Attempt
+from jobs import last_words, processes
+from jobs.attempt import Attempt, insist
 from jobs.beside import left_beside
 from jobs.job import Job
-from jobs.store import Store
+from jobs.store import Store, no_answer
+from vramfit.console import lose_what_is_not_taken
 from vramfit.engine.accelerators import prepare_allocator
 from vramfit.engine.threads import let_threads_sleep
 from vramfit.errors import CheckpointError, UserError
 from vramfit.hardware.devices import probe
-from vramfit.sentences import say
+from vramfit.sentences import ended, say
 from vramfit.training.inputs import IfChanged, Marks, changes, hub_mark, marks_of, settle_changes
 from vramfit.training.metrics import Event, PhaseProgress, RunResult
 
@@ -58,7 +59,7 @@ def run(store: Store, id_: int, *, attempt: int | None = None, train: Train | No
     saved, was_saved = job.newest_checkpoint, store.saved_step(id_)
     gone = was_saved > 0 and saved == 0  # then what is on record stays: it is all that is left of the run
     begins_at = job.step if gone else saved
-    store.begin_attempt(id_, attempt=number, owner=processes.own_identity(), resume_step=begins_at)
+    _begin(store, job, attempt=number, resume_step=begins_at)
     with Attempt(store, store.job(id_), may_leave=True) as session:
         _listen(session)
         session.recorder.phase(PhaseProgress(name="loading", detail="torch"))
@@ -73,6 +74,23 @@ def run(store: Store, id_: int, *, attempt: int | None = None, train: Train | No
             return session.fail(error)
         session.finish(result)
         return 0
+
+
+def _begin(store: Store, job: Job, *, attempt: int, resume_step: int) -> None:
+    """Take up the attempt. Where the database does not answer, the run waits for a person, and why is left to the
+    supervisor. Raises UserError."""
+    try:
+        insist(
+            lambda: store.begin_attempt(
+                job.id, attempt=attempt, owner=processes.own_identity(), resume_step=resume_step
+            )
+        )
+    except UserError as error:
+        if no_answer(error):
+            last_words.reserve(job.folder)
+            values = {"failure": ended(error.what), "remedy": error.remedy}
+            last_words.note(job.folder, attempt=attempt, state="paused", values=values)
+        raise
 
 
 def _checkpoints_gone(job: Job, step: int) -> CheckpointError:
@@ -155,4 +173,5 @@ def _listen(session: Attempt) -> None:
 
 
 if __name__ == "__main__":
+    lose_what_is_not_taken()
     sys.exit(main())

@@ -18,21 +18,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Final, Literal
 
-from jobs import file_systems, processes
+from jobs import file_systems, last_words, processes
 from jobs.deadline import WRITING, Deadline, allowed_s
 from jobs.death import MOST_LOSSES, cause_of, obstacle
 from jobs.device_watch import DeviceWatch, Found
 from jobs.freezer import Freezer
-from jobs.job import Job, State
+from jobs.job import ACTIVE, Job, State
 from jobs.log_file import shorten
-from jobs.store import PANEL_LEASE, SUPERVISOR_LEASE, Store
+from jobs.store import PANEL_LEASE, SUPERVISOR_LEASE, Store, no_answer
 from jobs.webhook import Sender
+from vramfit.console import lose_what_is_not_taken
 from vramfit.errors import JobError, UserError
 from vramfit.faults import reach
 from vramfit.places import NO_MORE_FILES, NO_ROOM, cure_of, takes_no_writes
@@ -41,6 +42,9 @@ from vramfit.training.metrics import Event
 from vramfit.units import format_bytes
 
 POLL_S: Final = 0.1
+LOOK_S: Final = 1.0
+LONGEST_LOOK_S: Final = 5.0
+SAME_LINE_S: Final = 60.0
 LEASE_S: Final = 2.0
 LEASE_STALE_S: Final = 30.0  # for a holder on another machine or in another container, where no pid can be checked
 TRAINER: Final = "jobs.run_job"
@@ -92,6 +96,9 @@ class _Trainer:
     deadline: Deadline | None = None  # once it was asked to end
     written: tuple[float, int] = (float("-inf"), 0)  # when its folder was last looked at, and the bytes in it
     final_seen_at: float | None = None
+    gone: bool = False  # its process is, and what that had started
+    look_at: float = float("-inf")  # it is looked after again from then on
+    look_s: float = LOOK_S  # the wait after the last round in which the database did not answer
     pressed: Literal["no", "term", "kill"] = "no"
     pressed_at: float = 0.0  # when TERM was sent
 
@@ -194,13 +201,19 @@ class Supervisor:
 
     def _watch(self, active: Sequence[Job], now: float) -> None:
         for job in active:
-            if job.foreground:
-                self._watch_foreground(job)
-            elif job.id not in self._trainers:
-                self._adopt(job, now)
+            with told_later(f"Job {job.id}"):
+                if job.foreground:
+                    self._watch_foreground(job)
+                elif job.id not in self._trainers:
+                    self._adopt(job, now)
         self._dead_before = False
         for trainer in list(self._trainers.values()):
-            self._watch_trainer(trainer, now)
+            if now >= trainer.look_at:
+                trainer.look_s = min(2 * trainer.look_s, LONGEST_LOOK_S)
+                trainer.look_at = now + trainer.look_s  # unless this round comes to its end
+                with told_later(f"Job {trainer.job}"):
+                    self._watch_trainer(trainer, now)
+                    trainer.look_s, trainer.look_at = LOOK_S, now
 
     def _watch_trainer(self, trainer: _Trainer, now: float) -> None:
         if trainer.who is None:
@@ -217,7 +230,9 @@ class Supervisor:
 
     def _watch_foreground(self, job: Job) -> None:
         """Its process watches itself; only its death is ours to note."""
-        if job.owner is not None and not self._holder_alive(job.owner, job.heartbeat_at or 0.0):
+        if job.owner is None or self._holder_alive(job.owner, job.heartbeat_at or 0.0):
+            return
+        if self._take_down(job).active:
             key = "death.foreground" if processes.same_boot(job.owner) else "death.foreground.boot"
             self._conclude(job, "interrupted", say(key))
 
@@ -230,18 +245,43 @@ class Supervisor:
         log(f"Found job {job.id} {job.state}; watching its trainer ({job.owner}).")
 
     def _bury(self, trainer: _Trainer, now: float) -> None:
-        """The trainer's process is gone: end what it started, and note its death unless it noted its own end."""
-        if trainer.who is not None:
+        """The trainer's process is gone: end what it started, and note its death unless it noted its own end.
+
+        Raises UserError while the database does not answer; then it is called again.
+        """
+        if not trainer.gone and trainer.who is not None:
             processes.end(trainer.who, grace_s=0.0 if trainer.pressed == "kill" else 1.0)
+        trainer.gone = True
         job = self._store.job(trainer.job)
         log(f"The trainer of job {job.id} ended, exit code {trainer.code}, state {job.state}.")
         if job.attempt != trainer.attempt:
             return
+        if job.active:
+            job = self._take_down(job)
         if job.state == "interrupted" and job.again:
             self._lost_cards[job.asked_config.device] = now
             self._go_on(job, job.failure or "")
-        if not job.active:
-            return
+        if job.active:
+            self._note_death(trainer, job)
+        last_words.forget(job.folder)
+
+    def _take_down(self, job: Job) -> Job:
+        """What the trainer of an active job could not tell the database before it ended, told now. The job as it is
+        then."""
+        words = last_words.read(job.folder, attempt=job.attempt)
+        if words is None:
+            return job
+        state, values = words.state, words.values
+        if job.state in ("stopping", "pausing") and state not in ("succeeded", "failed"):  # it had not heard of that
+            state = "cancelled" if job.state == "stopping" else "paused"
+            values = {**values, "again": False}
+        with unless_refused():
+            self._store.transition(job.id, expected=ACTIVE, state=state, attempt=job.attempt, **values)
+            log(f"job {job.id}: {state}, by its trainer's last words")
+        return self._store.job(job.id)
+
+    def _note_death(self, trainer: _Trainer, job: Job) -> None:
+        """Of a trainer that left no word."""
         if job.state in ("stopping", "pausing"):
             self._conclude(job, "cancelled" if job.state == "stopping" else "paused", trainer.stop_note)
             return
@@ -267,6 +307,7 @@ class Supervisor:
         """The supervisor died between claiming and starting. The next attempt's number shuts this one out."""
         if not trainer.lost:
             self._store.count_loss(job.id, attempt=job.attempt)
+            trainer.lost = True
         job = self._store.job(job.id)
         if job.losses >= MOST_LOSSES:
             self._conclude(job, "interrupted", joined(say("death.never"), obstacle(job) or ""))
@@ -277,7 +318,7 @@ class Supervisor:
     def _go_on(self, job: Job, cause: str) -> None:
         """Back into the queue, in its old place: the attempt that follows starts from the newest checkpoint."""
         where = f"the checkpoint of step {job.newest_checkpoint:,}" if job.has_checkpoint else "the start"
-        with contextlib.suppress(JobError):  # it was stopped, or noted its own end, a moment before
+        with unless_refused():  # it was stopped, or noted its own end, a moment before
             times = self._store.go_on(job.id, attempt=job.attempt)
             most = job.config.output.automatic_resumes
             self._note(
@@ -288,7 +329,7 @@ class Supervisor:
         remedy = None
         if failure is not None:
             remedy = joined(hint, say("next.resume.log" if job.has_checkpoint else "next.again.log"))
-        with contextlib.suppress(JobError):  # the trainer noted its own end a moment before
+        with unless_refused():  # the trainer noted its own end a moment before
             self._store.transition(
                 job.id,
                 expected=("starting", "running", "pausing", "stopping"),
@@ -301,9 +342,10 @@ class Supervisor:
                 self._note(job.id, state, failure)
 
     def _note(self, id_: int, kind: str, message: str) -> None:
+        """An event of a job, behind those that wait; where the database does not take it now, later."""
         log(f"job {id_}: {message}")
-        event = Event(time=self._store.clock(), level="warning", kind=kind, message=message)
-        self._store.add_event(id_, event)
+        self._untold.append((id_, kind, message))
+        self._tell_later()
 
     def _press_to_stop(self, trainer: _Trainer, job: Job, now: float) -> None:
         """A stop has a deadline: then TERM, then KILL, for the whole group."""
@@ -346,13 +388,17 @@ class Supervisor:
             self._tell(trainer.job, f"It did not end within {self._patience.term:.0f} s of TERM and is ended (KILL).")
 
     def _tell(self, id_: int, message: str) -> None:
+        """An event about a stop, written in the next round: what is overdue is ended without a word to the database."""
+        log(f"job {id_}: {message}")
         self._untold.append((id_, "stop", message))
 
     def _tell_later(self) -> None:
         """Write the events that wait, in their order. What the database does not take now is tried again."""
         while self._untold:
+            id_, kind, message = self._untold[0]
             try:
-                self._note(*self._untold[0])
+                event = Event(time=self._store.clock(), level="warning", kind=kind, message=message)
+                self._store.add_event(id_, event)
             except UserError as error:
                 log(f"An event is written later: {error}")
                 return
@@ -440,7 +486,9 @@ class Supervisor:
         log(f"job {job.id}: {why}")
         try:
             self._store.wait_for_a_start(job.id, attempt=job.attempt, why=why, event=None if again else event)
-        except JobError:  # it was stopped a moment before
+        except JobError as error:  # it was stopped a moment before
+            if no_answer(error):
+                raise
             state = self._store.job(job.id).state
             self._conclude(job, "paused" if state == "pausing" else "cancelled", None)
 
@@ -486,6 +534,25 @@ def holder_alive(who: str, heartbeat_at: float, *, now: float) -> bool:
     if processes.same_boot(who):
         return processes.alive(who)
     return abs(now - heartbeat_at) < LEASE_STALE_S
+
+
+@contextlib.contextmanager
+def unless_refused() -> Iterator[None]:
+    """A change that the job's state no longer allows is left. Raises UserError where the database does not answer."""
+    try:
+        yield
+    except JobError as error:
+        if no_answer(error):
+            raise
+
+
+@contextlib.contextmanager
+def told_later(what: str) -> Iterator[None]:
+    """What fails for one job, for the database does not answer, is tried again and holds up no other."""
+    try:
+        yield
+    except UserError as error:
+        log(f"{what} is looked after later: {error}")
 
 
 def check_room(folder: Path) -> None:
@@ -622,10 +689,20 @@ def signal_flag() -> Callable[[], bool]:
     return lambda: bool(seen)
 
 
+_said: dict[str, float] = {}
+
+
 def log(message: str) -> None:
-    """A line in supervisor.log."""
+    """A line in supervisor.log, the same one at most once a minute: what fails in every round is not to fill a disk."""
+    now = time.monotonic()
+    if now - _said.get(message, float("-inf")) < SAME_LINE_S:
+        return
+    if len(_said) >= 1000:
+        _said.clear()
+    _said[message] = now
     print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}", flush=True)
 
 
 if __name__ == "__main__":
+    lose_what_is_not_taken()
     sys.exit(main())

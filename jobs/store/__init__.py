@@ -8,13 +8,13 @@ may lose the last rows, never the file).
 
 from __future__ import annotations
 
-from jobs.store.database import DATABASE
+from jobs.store.database import DATABASE, no_answer
 from jobs.store.leases import PANEL_LEASE, SUPERVISOR_LEASE
 from jobs.store.measured import stride_for
 from jobs.store.states import States
 from jobs.store.waiting import LOG_TAIL_BYTES
 
-__all__ = ["DATABASE", "LOG_TAIL_BYTES", "PANEL_LEASE", "SUPERVISOR_LEASE", "Store", "stride_for"]
+__all__ = ["DATABASE", "LOG_TAIL_BYTES", "PANEL_LEASE", "SUPERVISOR_LEASE", "Store", "no_answer", "stride_for"]
 
 
 class Store(States):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from jobs import schema
-from vramfit.errors import JobError, OutOfDisk
+from vramfit.errors import JobError, OutOfDisk, UserError
 
 DATABASE: Final = "vramfit.db"
 TABLES_OF_JOBS: Final = (
@@ -175,6 +175,12 @@ class Database:
         columns = "id, name, state, attempt, owner, heartbeat_at, folder, config"
         with self._reported():
             return list(self._db.query(f"SELECT {columns} FROM jobs ORDER BY id"))
+
+
+def no_answer(error: UserError) -> bool:
+    """Whether it says that the database is locked, its disk full, or that it cannot be read: what was asked of it may
+    be asked again. (What a job's state does not allow is refused for good.)"""
+    return isinstance(error.__cause__, sqlite3.Error)
 
 
 def _explained(error: sqlite3.Error, path: Path) -> JobError | OutOfDisk:

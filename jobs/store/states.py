@@ -16,7 +16,7 @@ from vramfit.errors import JobError
 from vramfit.sentences import packed
 from vramfit.training.metrics import Event, PhaseProgress
 
-_SETTABLE: Final = frozenset(
+SETTABLE: Final = frozenset(
     {
         "owner",
         "final_loss",
@@ -52,7 +52,7 @@ class States(Waiting):
 
         `values` sets further columns in the same transaction. A final state stamps `finished_at` and ends ownership.
         """
-        assert set(values) <= _SETTABLE, values
+        assert set(values) <= SETTABLE, values
         with self._write(durable=True) as db:
             self._transition(db, id_, expected=expected, state=state, attempt=attempt, values=values)
 

@@ -10,9 +10,11 @@ stand_in.py supervise DATA_DIR IDLE_S
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -20,10 +22,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+from jobs import attempt, recorder
 from jobs.attempt import Attempt
 from jobs.run_job import run
 from jobs.store import Store
 from jobs.supervisor import Patience, Supervisor, loop, signal_flag
+from vramfit.console import lose_what_is_not_taken
 from vramfit.errors import DataError
 from vramfit.training import checkpoint
 from vramfit.training.metrics import PhaseProgress, RunResult, StepMetrics
@@ -141,14 +145,41 @@ def mishap(session: Attempt, wishes: dict[str, str]) -> None:
             session._over.set()  # so that no thread is in the middle of a write when all stand still
             session.recorder.flush()
             sum(itertools.repeat(0))
+        case "full":  # the database grows no more, by SQLite's own limit; what is wrong is a long sentence
+            hasten(session)
+            session.recorder.steps([metrics(1)])
+            session.recorder.flush()
+            for connection in session.store._connections.values():
+                connection.execute("PRAGMA max_page_count = 1")  # as many as there are
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/a long name" * 250)
+        case "fill":  # the disk of the data folder, to the last byte
+            hasten(session)
+            with (session.store.data_dir / "filler").open("wb", buffering=0) as file:
+                while file.write(bytes(512)):
+                    pass
+        case "held":  # another program has the database, from now to the end of this one
+            hasten(session)
+            session.recorder.flush()
+            for connection in session.store._connections.values():
+                connection.execute("PRAGMA busy_timeout = 50")
+            kept.append(sqlite3.connect(session.store.path, isolation_level=None))
+            kept[0].execute("BEGIN IMMEDIATE")
         case "orphan":  # leaves a child behind
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             (session.job.folder / "child.pid").write_text(str(child.pid), encoding="utf-8")
             child.returncode = 0  # not waited for, on purpose
 
 
-def command(id_: int, data_dir: Path, attempt: int) -> list[str]:
-    return [sys.executable, "-W", "error", __file__, "train", str(id_), str(data_dir), str(attempt)]
+kept: list[sqlite3.Connection] = []
+
+
+def hasten(session: Attempt) -> None:
+    """Give up writing after a moment instead of a minute."""
+    attempt.INSIST_S = recorder.CLOSE_S = 0.5  # type: ignore[misc]
+
+
+def command(id_: int, data_dir: Path, number: int) -> list[str]:
+    return [sys.executable, "-W", "error", __file__, "train", str(id_), str(data_dir), str(number)]
 
 
 def main(arguments: list[str]) -> int:
@@ -173,4 +204,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    lose_what_is_not_taken()
     sys.exit(main(sys.argv[1:]))
