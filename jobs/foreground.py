@@ -1,11 +1,12 @@
 """foreground_job: a run that the calling process does itself, recorded where the panel looks.
 
 The queue waits meanwhile (one run at a time has the card), the panel shows the run and its Stop works. When the
-process dies, the supervisor marks the run interrupted.
+process dies, the supervisor marks the run interrupted. Where alerts are to be posted, a supervisor is there for that.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +16,9 @@ from jobs.attempt import Attempt
 from jobs.job import Job
 from jobs.recorder import StoreRecorder
 from jobs.store import Store
+from jobs.supervisor import ensure_running
 from vramfit.config import RunConfig
-from vramfit.errors import InternalError
+from vramfit.errors import InternalError, UserError
 from vramfit.training.metrics import RunResult
 
 
@@ -54,13 +56,27 @@ def foreground_job(data_folder: Path, config: RunConfig) -> Iterator[ForegroundJ
     """A job in state running, owned by this process. An exception inside marks it failed and goes on its way."""
     with Store(data_folder) as store:
         job = store.begin_foreground(config, owner=processes.own_identity())
-        with Attempt(store, job) as attempt:
-            foreground = ForegroundJob(attempt)
-            try:
-                yield foreground
-                if not foreground.finished:
-                    raise InternalError("The run ended without a result")
-            except BaseException as error:
-                if not foreground.finished:
-                    attempt.fail(error)
-                raise
+        try:
+            if store.webhook:
+                _have_alerts_posted(data_folder)
+            with Attempt(store, job) as attempt:
+                foreground = ForegroundJob(attempt)
+                try:
+                    yield foreground
+                    if not foreground.finished:
+                        raise InternalError("The run ended without a result")
+                except BaseException as error:
+                    if not foreground.finished:
+                        attempt.fail(error)
+                    raise
+        finally:
+            if store.webhook:  # the one that was there may have left, or been ended
+                _have_alerts_posted(data_folder)
+
+
+def _have_alerts_posted(data_folder: Path) -> None:
+    """By a supervisor, since no panel may be open to start one. It leaves by itself when nothing is left to do."""
+    try:
+        ensure_running(data_folder)
+    except UserError as error:
+        print(f"Alerts wait until a panel is opened: {error}", file=sys.stderr)

@@ -138,6 +138,7 @@ class Supervisor:
         self._store, self._command, self._patience = store, command, patience
         self._devices = devices or DeviceWatch(store.data_dir).found
         self._noted_devices: tuple[object, ...] | None = None
+        self._foreground: dict[int, _Trainer] = {}  # runs that other processes do by themselves
         self._lost_cards: dict[str, float] = {}  # by device, when a run lost it, by the loop's `now`
         self._who = processes.own_identity()
         self._trainers: dict[int, _Trainer] = {}  # by job: one on each device
@@ -200,10 +201,12 @@ class Supervisor:
     # ---- watching ---------------------------------------------------------------------------------------------
 
     def _watch(self, active: Sequence[Job], now: float) -> None:
+        at_work = {job.id for job in active}
+        self._foreground = {id_: trainer for id_, trainer in self._foreground.items() if id_ in at_work}
         for job in active:
             with told_later(f"Job {job.id}"):
                 if job.foreground:
-                    self._watch_foreground(job)
+                    self._watch_foreground(job, now)
                 elif job.id not in self._trainers:
                     self._adopt(job, now)
         self._dead_before = False
@@ -228,13 +231,29 @@ class Supervisor:
         else:
             self._press_to_leave(trainer, now)
 
-    def _watch_foreground(self, job: Job) -> None:
-        """Its process watches itself; only its death is ours to note."""
-        if job.owner is None or self._holder_alive(job.owner, job.heartbeat_at or 0.0):
+    def _watch_foreground(self, job: Job, now: float) -> None:
+        """Its process watches itself; only its death is ours to note, and that a stop has no effect."""
+        if job.owner is None:
+            return
+        if self._holder_alive(job.owner, job.heartbeat_at or 0.0):
+            self._watch_its_stop(self._foreground.setdefault(job.id, _watched(job, job.owner, None, now)), job, now)
             return
         if self._take_down(job).active:
             key = "death.foreground" if processes.same_boot(job.owner) else "death.foreground.boot"
             self._conclude(job, "interrupted", say(key))
+
+    def _watch_its_stop(self, trainer: _Trainer, job: Job, now: float) -> None:
+        """A process that somebody started at a terminal is not ended by us: they are told how to."""
+        self._hear(trainer, job, now)
+        if trainer.deadline is None or trainer.pressed != "no" or not trainer.deadline.over(now):
+            return
+        trainer.pressed = "term"  # told once
+        waited, pid = now - (trainer.stop_seen_at or now), processes.pid_of(job.owner or "")
+        self._tell(
+            job.id,
+            f"It did not end within {waited:.0f} s of Stop, and as it was started outside of the queue nobody ends it: "
+            f"press Ctrl-C twice where it was started, or end its process ({pid}).",
+        )
 
     def _adopt(self, job: Job, now: float) -> None:
         """An active job from before this supervisor: its trainer lives, or will be found dead in this same round."""
@@ -349,7 +368,13 @@ class Supervisor:
 
     def _press_to_stop(self, trainer: _Trainer, job: Job, now: float) -> None:
         """A stop has a deadline: then TERM, then KILL, for the whole group."""
-        if job.state not in ("stopping", "pausing") or trainer.who is None:
+        if trainer.who is not None:
+            self._hear(trainer, job, now)
+            self._press_one(trainer, now)
+
+    def _hear(self, trainer: _Trainer, job: Job, now: float) -> None:
+        """Once it was asked to end: how far it is on the way, which says until when it has time."""
+        if job.state not in ("stopping", "pausing"):
             return
         phase = job.phase.name if job.phase is not None else ""
         shown = (job.phase, self._written(trainer, job, now) if phase in WRITING else 0)
@@ -361,7 +386,6 @@ class Supervisor:
             if allowed > self._patience.stop:
                 self._tell(job.id, f"A step takes up to {step_s:.0f} s, so it has {allowed:.0f} s to hear the stop.")
         trainer.deadline.hear(now, phase=phase, shown=shown)
-        self._press_one(trainer, now)
 
     def _written(self, trainer: _Trainer, job: Job, now: float) -> int:
         """Bytes in the run's folder, looked at once a second."""
