@@ -296,7 +296,8 @@ def explain(error: BaseException, *, folder: Path | None = None) -> Failure:
         what = say("failed.card", reason=text)
         return Failure(what=ended(what), remedy=say("cure.card"), code=2, state="interrupted")
     if _is_disk_full(error):
-        what = say("failed.full", reason=str(getattr(error, "filename", None) or text))
+        reason = getattr(error, "filename", None) or getattr(error, "strerror", None) or text
+        what = say("failed.full", reason=str(reason))
         return Failure(what=ended(what), remedy=say("cure.room.run"), code=2)
     if isinstance(error, OSError) and (key := _key_of(error, folder)):
         reason = ": ".join(str(part) for part in (error.strerror or text, error.filename) if part)

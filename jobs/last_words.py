@@ -55,7 +55,9 @@ def read(folder: Path, *, attempt: int) -> LastWords | None:
     """What that attempt noted; None where it noted nothing, or nothing that can be used."""
     try:
         found = json.loads((folder / NAME).read_bytes())
-        values = {name: unpacked(value) if isinstance(value, dict) else value for name, value in found["values"].items()}
+        values = {
+            name: unpacked(value) if isinstance(value, dict) else value for name, value in found["values"].items()
+        }
         usable = found["attempt"] == attempt and found["state"] in FINAL and set(values) <= SETTABLE
         return LastWords(state=found["state"], values=values) if usable else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -63,8 +63,8 @@ class Patience:
     """How long things may take, in seconds.
 
     `stop`: from Stop to TERM (longer where steps are, and while a trainer gets further: jobs/deadline.py); `term`: from
-    TERM to KILL; `start`: until a spawned trainer of a dead supervisor has said who it is; `leave`: from a trainer's final
-    state to the end of its process; `idle`: without work and without a panel until the supervisor leaves.
+    TERM to KILL; `start`: until a spawned trainer of a dead supervisor has said who it is; `leave`: from a trainer's
+    final state to the end of its process; `idle`: without work and without a panel until the supervisor leaves.
     """
 
     stop: float = 120.0
@@ -245,15 +245,16 @@ class Supervisor:
     def _watch_its_stop(self, trainer: _Trainer, job: Job, now: float) -> None:
         """A process that somebody started at a terminal is not ended by us: they are told how to."""
         self._hear(trainer, job, now)
-        if trainer.deadline is None or trainer.pressed != "no" or not trainer.deadline.over(now):
+        if trainer.deadline is None or trainer.stop_seen_at is None or trainer.who is None:
             return
-        trainer.pressed = "term"  # told once
-        waited, pid = now - (trainer.stop_seen_at or now), processes.pid_of(job.owner or "")
-        self._tell(
-            job.id,
-            f"It did not end within {waited:.0f} s of Stop, and as it was started outside of the queue nobody ends it: "
-            f"press Ctrl-C twice where it was started, or end its process ({pid}).",
-        )
+        if trainer.pressed == "no" and trainer.deadline.over(now):
+            trainer.pressed = "term"  # told once
+            waited, pid = now - trainer.stop_seen_at, processes.pid_of(trainer.who)
+            self._tell(
+                job.id,
+                f"It did not end within {waited:.0f} s of Stop, and as it was started outside of the queue nobody ends "
+                f"it: press Ctrl-C twice where it was started, or end its process ({pid}).",
+            )
 
     def _adopt(self, job: Job, now: float) -> None:
         """An active job from before this supervisor: its trainer lives, or will be found dead in this same round."""
@@ -399,7 +400,7 @@ class Supervisor:
             self._press_one(trainer, now)
 
     def _press_one(self, trainer: _Trainer, now: float) -> None:
-        if trainer.who is None or trainer.deadline is None or trainer.stop_seen_at is None:
+        if trainer.who is None or trainer.gone or trainer.deadline is None or trainer.stop_seen_at is None:
             return
         if trainer.pressed == "no" and trainer.deadline.over(now):
             trainer.pressed, trainer.pressed_at = "term", now

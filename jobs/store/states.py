@@ -150,7 +150,8 @@ class States(Waiting):
         db.execute(
             "UPDATE jobs SET position = (SELECT coalesce(max(position), 0) + 1 FROM jobs), finished_at = NULL, "
             "stop_requested_at = NULL, failure = NULL, remedy = NULL, said = NULL, foreground = 0, "
-            "revision = revision + 1, resumes = 0, losses = 0, ended_boot = NULL, again = 0, go_on = 0, accepted = asks, "
+            "revision = revision + 1, resumes = 0, losses = 0, ended_boot = NULL, again = 0, go_on = 0, "
+            "accepted = asks, "
             "frozen = CASE WHEN asks THEN NULL ELSE frozen END, asks = 0 WHERE id = ?",
             [id_],
         )
@@ -226,9 +227,9 @@ class States(Waiting):
 
         `devices` are this machine's, best first, the CPU last. One job at a time is on each; one that leaves the choice
         gets the first card that is free, or the CPU where there is no card (unless it goes on by itself from a card:
-        then it waits for one). `held` are those that are not free although no job is on them ("auto": none is chosen for those that leave the choice); `leaving` are jobs that an earlier
-        trainer has not left yet. None while none may start, or the queue is held. A job whose device is not there
-        waits, and others pass it.
+        then it waits for one). `held` are those that are not free although no job is on them ("auto": none is chosen
+        for those that leave the choice); `leaving` are jobs that an earlier trainer has not left yet. None while none
+        may start, or the queue is held. A job whose device is not there waits, and others pass it.
 
         `owner` must hold the supervisor's lease; JobError when it lost it.
         """

@@ -20,7 +20,9 @@ def test_a_step_shows_nothing_and_has_its_time_once() -> None:
     assert deadline.over(120.0)
 
 
-@pytest.mark.parametrize(("phase", "times"), [("evaluating", 1), ("saving", WRITING_TIMES), ("exporting", WRITING_TIMES)])
+@pytest.mark.parametrize(
+    ("phase", "times"), [("evaluating", 1), ("saving", WRITING_TIMES), ("exporting", WRITING_TIMES)]
+)
 def test_what_gets_further_has_its_time_anew(phase: str, times: int) -> None:
     deadline = Deadline(since=0.0, allowed=120.0, phase="training")
     for now in range(100, 10_000, 100):  # hours, a sign every 100 s

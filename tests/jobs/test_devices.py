@@ -310,7 +310,7 @@ def test_a_job_does_not_start_again_before_its_last_trainer_has_left(store: Stor
     assert not processes.alive(first.who), "it was ended after Patience.leave, and only then followed"
     assert first.process.poll() is not None
     assert store.job(then).attempt == 1
-    assert store.job(other).state == "succeeded"
+    assert driven.until_over(other).state == "succeeded"
     driven.until(lambda: store.job(id_).state == "running")
     store.request_stop(id_)
     assert driven.until_over(id_).state == "cancelled"

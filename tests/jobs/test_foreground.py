@@ -109,8 +109,8 @@ def test_a_stop_that_has_no_effect_is_told_with_what_to_do_and_nothing_is_ended(
             driven.supervisor.step(driven.now)
             driven.now += 0.1
         assert told(store, job.id, "stop") == [
-            "It did not end within 1 s of Stop, and as it was started outside of the queue nobody ends it: press Ctrl-C "
-            f"twice where it was started, or end its process ({hung.pid})."
+            "It did not end within 1 s of Stop, and as it was started outside of the queue nobody ends it: press "
+            f"Ctrl-C twice where it was started, or end its process ({hung.pid})."
         ]
         assert hung.poll() is None and store.job(job.id).state == "stopping"
         hung.kill()

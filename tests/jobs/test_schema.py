@@ -27,6 +27,7 @@ RELEASED = {
     "0009_devices": "c635cc",
     "0010_waiting": "5ff341",
     "0011_said": "f402dd",
+    "0012_again": "0fa758",
 }
 
 

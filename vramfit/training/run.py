@@ -279,9 +279,7 @@ class Run:
                 raise _Stopped
             detail = f"{number} / {len(batches)}" if number else ""
             self.recorder.phase(
-                PhaseProgress(
-                    name="evaluating", done=step, total=self.order.total_steps, unit="steps", detail=detail
-                )
+                PhaseProgress(name="evaluating", done=step, total=self.order.total_steps, unit="steps", detail=detail)
             )
             yield batch
 
@@ -490,6 +488,8 @@ class Run:
         """Text of the model as it is now: what the run is for, in a form a person can judge."""
         self.recorder.phase(PhaseProgress(name="evaluating", detail=f"text {stage} training"))
         for prompt in sample_prompts(self.config, self.data, tokenizer):
+            if stage == "after" and self.should_stop():  # the result is there, and a text can take minutes
+                return
             try:
                 text, failure = attempt(lambda prompt=prompt: self._written(tokenizer, prompt), self.executor.device)  # type: ignore[misc]
             except ModelError as error:
