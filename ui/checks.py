@@ -1,5 +1,7 @@
 """Check precisely: the plan of an estimate, traced operation by operation in a child process, against the estimate.
 
+The child also replays the allocator for the traced peak: from tensors to the memory that a card must have.
+
 The panel loads no torch. It remembers what each shown estimate would ask the child, under a token of the settings: the
 page asks by that token, so an answer never belongs to other settings than those in sight.
 """
@@ -17,7 +19,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -76,6 +78,7 @@ class Checks:
             "plan": {**plan, "reasons": ()},
             "length": length,
             "trained_share": work.trained_share,
+            "workload": dataclasses.asdict(work),
             "name": model.source,
         }
         token = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:20]
@@ -209,7 +212,7 @@ def _waiting(seconds: float, texts: Texts) -> str:
 
 
 def compared_html(forecast: Forecast, found: Mapping[str, Any], texts: Texts, *, seconds: float) -> str:
-    """The traced peak against the estimate, and the same phase by phase."""
+    """The traced peak against the estimate, the same phase by phase, and what the device must have for it."""
     estimated = estimated_phases(forecast)
     peak, traced = forecast.memory.peak_bytes, int(found["peak_bytes"])
     said = texts["check.found"].format(
@@ -221,15 +224,52 @@ def compared_html(forecast: Forecast, found: Mapping[str, Any], texts: Texts, *,
         for name, size in found["phases"].items()
         if size or name in estimated
     )
-    heads = "".join(f"<th>{html.escape(texts[f'check.{key}'])}</th>" for key in ("estimated", "traced", "off"))
+    heads = _heads(("estimated", "traced", "off"), texts)
     how = texts["check.how"].format(
         blocks=found["traced_blocks"], operations=f"{found['operations']:,}", seconds=f"{seconds:.0f}"
     )
     return (
         f"<p><b>{html.escape(said)}</b></p>"
         f'<table class="vf-reasons vf-checked"><thead><tr><th></th>{heads}</tr></thead>'
-        f'<tbody>{rows}</tbody></table><div class="vf-plot vf-timeline"></div><p class="vf-sub">{html.escape(how)}</p>'
+        f"<tbody>{rows}</tbody></table>{_needs_html(forecast, found.get('needs'), texts)}"
+        f'<div class="vf-plot vf-timeline"></div><p class="vf-sub">{html.escape(how)}</p>'
     )
+
+
+def _needs_html(forecast: Forecast, needs: Mapping[str, Any] | None, texts: Texts) -> str:
+    """From the traced tensors to the device: what its allocator reserves, what others take, the least with which the
+    run completes, and the budget."""
+    if needs is None:
+        return ""
+    memory, budget = forecast.memory, forecast.plan.budget_bytes
+    kind = _kind(forecast)
+    rows = [("tensors", memory.peak_bytes, int(needs["tensors"]))]
+    if needs["reserved"] is not None:
+        shown = int(needs["reserved"]) + int(needs["outside"])
+        rows += [("reserved", None, int(needs["reserved"])), ("shown", None, shown)]
+    rows.append(("least" if kind == "card" else f"least.{kind}", memory.device_bytes, int(needs["smallest"])))
+    body = "".join(
+        f"<tr><th>{html.escape(texts[f'check.{key}'])}</th><td>{_size(estimated)}</td><td>{_size(size)}</td></tr>"
+        for key, estimated, size in rows
+    )
+    heads = _heads(("estimated", "checked"), texts)
+    said = texts["check.completes" if needs["smallest"] <= budget else "check.short"].format(
+        least=format_bytes(int(needs["smallest"])), budget=format_bytes(budget)
+    )
+    return (
+        f"<p><b>{html.escape(said)}</b></p>"
+        f'<table class="vf-reasons vf-checked"><thead><tr><th></th>{heads}</tr></thead>'
+        f'<tbody>{body}</tbody></table><p class="vf-sub">{html.escape(texts[f"check.allocator.{kind}"])}</p>'
+    )
+
+
+def _kind(forecast: Forecast) -> str:
+    """Whose memory it is: a processor's, of Apple's chips, or a card's, whose allocator is simulated."""
+    return {"cpu": "cpu", "mps": "mps"}.get(forecast.plan.device.partition(":")[0], "card")
+
+
+def _heads(keys: Iterable[str], texts: Texts) -> str:
+    return "".join(f"<th>{html.escape(texts[f'check.{key}'])}</th>" for key in keys)
 
 
 def estimated_phases(forecast: Forecast) -> dict[str, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import html
 import json
 import sys
 import time
@@ -12,7 +14,7 @@ import pytest
 
 from ui.checks import Checks, compared_html, estimated_phases, model_config, timeline_figure
 from ui.preview import Previewer
-from ui.texts import texts_of
+from ui.texts import Texts, texts_of
 from vramfit.config import ModelChoice
 from vramfit.errors import UserError
 from vramfit.planning.plan import Forecast
@@ -62,6 +64,7 @@ def test_the_starter_is_really_traced(forecast: Forecast) -> None:
     peak = checks._known[token].answer["trace"]["peak_bytes"]  # type: ignore[index]
     assert peak == pytest.approx(forecast.memory.peak_bytes, rel=0.05)
     assert "Traced peak" in str(view["html"])
+    assert EN["check.least.cpu"] in str(view["html"])
     assert len(view["figure"]["x"]) > 100  # type: ignore[index]
 
 
@@ -136,8 +139,41 @@ def test_the_comparison_says_peak_phases_and_difference(forecast: Forecast) -> N
     assert "Traced peak 40 MiB" in shown
     assert "4,706 operations" in shown
     assert shown.count("<tr>") == 4
+    assert "allocator" not in shown  # nothing was asked of it
     figure = timeline_figure(TRACE["trace"], EN)
     assert (figure["unit"], figure["y"]) == ("MiB", [1.0, 40.0])
+
+
+def on(device: str, forecast: Forecast, *, budget: int) -> Forecast:
+    plan = dataclasses.replace(forecast.plan, device=device, budget_bytes=budget)
+    return dataclasses.replace(forecast, plan=plan)
+
+
+@pytest.mark.parametrize("texts", [EN, texts_of("zh")], ids=["en", "zh"])
+def test_a_card_is_told_from_tensors_to_the_least_memory(forecast: Forecast, texts: Texts) -> None:
+    needs = {"tensors": 40 * 2**20, "reserved": 60 * 2**20, "outside": 600 * 2**20, "smallest": 650 * 2**20}
+    shown = compared_html(
+        on("cuda:0", forecast, budget=700 * 2**20), {**TRACE["trace"], "needs": needs}, texts, seconds=8
+    )
+    order = [shown.index(html.escape(texts[f"check.{key}"])) for key in ("tensors", "reserved", "shown", "least")]
+    assert order == sorted(order)
+    assert "<td>60 MiB</td>" in shown
+    assert "<td>660 MiB</td>" in shown  # with the context
+    assert texts["check.completes"].format(least="650 MiB", budget="700 MiB") in shown
+    assert texts["check.allocator.card"] in shown
+    short = compared_html(
+        on("cuda:0", forecast, budget=640 * 2**20), {**TRACE["trace"], "needs": needs}, texts, seconds=8
+    )
+    assert texts["check.short"].format(least="650 MiB", budget="640 MiB") in short
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_what_is_not_simulated_is_told(forecast: Forecast, device: str) -> None:
+    needs = {"tensors": 40 * 2**20, "reserved": None, "outside": 560 * 2**20, "smallest": 600 * 2**20}
+    shown = compared_html(on(device, forecast, budget=2**30), {**TRACE["trace"], "needs": needs}, EN, seconds=8)
+    assert EN["check.reserved"] not in shown
+    assert EN[f"check.least.{device}"] in shown
+    assert html.escape(EN[f"check.allocator.{device}"]) in shown
 
 
 def test_the_estimate_offers_the_check_and_the_other_ways(forecast: Forecast) -> None:

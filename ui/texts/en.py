@@ -321,8 +321,23 @@ WORDS: dict[str, str] = {
     "check.estimated": "Estimated",
     "check.traced": "Traced",
     "check.off": "Difference",
-    "check.how": "Tensors only, without what driver and allocator add. {operations} operations in a model of "
-    "{blocks} blocks, reckoned to its full depth. {seconds} s.",
+    "check.checked": "Checked",
+    "check.completes": "It completes: {least} would do, {budget} are this run's.",
+    "check.short": "It would run out of memory: {least} are needed, {budget} are this run's.",
+    "check.tensors": "Tensors at the peak",
+    "check.reserved": "Reserved by the allocator",
+    "check.shown": "With the driver's context",
+    "check.least": "Least memory with which it completes",
+    "check.least.cpu": "With the process and its heap",
+    "check.least.mps": "With driver and allocator",
+    "check.allocator.card": "The allocator is simulated with the run's tensors: sizes rounded, small and large pools, "
+    "segments cut up, under this run's memory. Its default settings; with segments that grow, which VRAMFit asks for "
+    "on Linux, less is enough.",
+    "check.allocator.cpu": "A processor's tensors lie in the process's heap, which reserves no segments, so none is "
+    "simulated: interpreter and libraries are added, and 3 % for what the heap cannot fill.",
+    "check.allocator.mps": "Metal's allocator is not simulated: what the estimate adds to its own peak is added.",
+    "check.how": "Traced were {operations} operations in a model of {blocks} blocks, reckoned to its full depth. "
+    "{seconds} s.",
     "check.timeline": "operation ({blocks} blocks)",
     "calibrate.button": "Calibrate this machine",
     "calibrate.help": "Measures it for about ten seconds; estimates use the result from then on.",

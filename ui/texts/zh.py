@@ -307,8 +307,21 @@ WORDS: dict[str, str] = {
     "check.estimated": "估算",
     "check.traced": "追踪",
     "check.off": "差别",
-    "check.how": "只算张量，不含驱动和分配器占用的部分。"
-    "在 {blocks} 个块的模型上追踪了 {operations} 个操作，再推算到完整深度。{seconds} 秒。",
+    "check.checked": "检查结果",
+    "check.completes": "能跑完：有 {least} 就够，本次运行可用 {budget}。",
+    "check.short": "显存或内存会用尽：需要 {least}，本次运行只有 {budget}。",
+    "check.tensors": "峰值时的张量",
+    "check.reserved": "分配器保留",
+    "check.shown": "加上驱动的上下文",
+    "check.least": "能跑完的最小显存",
+    "check.least.cpu": "加上进程本身及其堆",
+    "check.least.mps": "加上驱动和分配器",
+    "check.allocator.card": "用本次运行的张量模拟分配器：大小取整、大小两个池、切分显存段，"
+    "并限制在本次运行可用的显存内。按默认设置；VRAMFit 在 Linux 上启用可增长的显存段，所需更少。",
+    "check.allocator.cpu": "处理器的张量在进程的堆里，堆不保留显存段，因此不作模拟："
+    "另加解释器和库，以及堆无法填满的 3 %。",
+    "check.allocator.mps": "不模拟 Metal 的分配器：加上估算在其峰值之上所加的部分。",
+    "check.how": "在 {blocks} 个块的模型上追踪了 {operations} 个操作，再推算到完整深度。{seconds} 秒。",
     "check.timeline": "操作（{blocks} 个块）",
     "calibrate.button": "校准这台机器",
     "calibrate.help": "测量约十秒，此后的估算都用测得的结果。",

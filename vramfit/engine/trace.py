@@ -5,8 +5,9 @@ are real, numbers are not there. A dispatch mode follows every storage from its 
 known to the byte. Memory is exactly linear in blocks, so two or three depths are traced and the model's own depth is
 reckoned from them; one more trace checks that it is linear.
 
-What it does not see: the kernels of another device (traced is the CPU's set), the allocator's rounding (see
-`planning.allocator`), and 4-bit weights, which are traced in 16 bits and counted as they are stored.
+What it does not see: the kernels of another device (traced is the CPU's set), the allocator (asked for with a workload,
+`planning.cap` replays it for the traced peak), and 4-bit weights, which are traced in 16 bits and counted as they are
+stored.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from vramfit.errors import InternalError, ModelError, UserError, VramfitError
 from vramfit.models.architecture import Architecture, from_config
 from vramfit.models.families import FULL_ATTENTION_EVERY
 from vramfit.planning.abilities import missing
-from vramfit.planning.plan import Plan
+from vramfit.planning.cap import needs_of
+from vramfit.planning.plan import Plan, Workload
 from vramfit.planning.stored import QUANTISED, weight_bytes
 
 PHASES: Final = ("load", "loss", "backward", "step", "evaluation")
@@ -496,7 +498,8 @@ def thinned(timeline: list[tuple[int, int, str]], most: int = 600) -> tuple[tupl
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """{"trace": ...} for {config, plan, length, trained_share}, or {"error": {what, remedy}}."""
+    """{"trace": ...} for {config, plan, length, trained_share}, or {"error": {what, remedy}}. With a `workload` the
+    trace has `needs`: what the allocator makes of its peak on a device with the plan's budget."""
     try:
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in request["plan"].items()
@@ -509,7 +512,13 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
             trained_share=float(request.get("trained_share", 1.0)),
             name=str(request.get("name", "model")),
         )
-        return {"trace": {**dataclasses.asdict(made), "peak_bytes": made.peak_bytes}}
+        found = {**dataclasses.asdict(made), "peak_bytes": made.peak_bytes}
+        if "workload" in request:
+            architecture = from_config(request["config"], str(request.get("name", "model")))
+            work = Workload(**request["workload"])
+            needs = needs_of(architecture, plan, work, tensors=made.peak_bytes, device_bytes=plan.budget_bytes)
+            found["needs"] = dataclasses.asdict(needs)
+        return {"trace": found}
     except VramfitError as error:
         return {"error": {"kind": type(error).__name__, "what": error.what, "remedy": error.remedy}}
     except Exception as error:  # torch refuses on fake tensors what it does with real ones

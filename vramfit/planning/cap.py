@@ -13,6 +13,7 @@ fms-acceleration on 2 and 4 cards: `nvidia-smi` less allocated, less 1.45 GiB of
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
@@ -33,9 +34,46 @@ reserved where the simulated reserved figure is the published one. NCCL adds 0.1
 NVLink. That a run does not fit should be said without counting on more than this."""
 
 
+_SIMULATED: Final = ("cuda", "xpu")
+"""Kinds of devices whose allocator is the simulated one: torch calls AMD's cards cuda, and XPU's has the same rules."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """From tensors to a device, in bytes: `tensors` alive at the peak; `reserved` by the allocator on that device (None
+    where it is none that is simulated); `outside`, which others take beside it; and `smallest`, the least memory
+    with which the run completes."""
+
+    tensors: int
+    reserved: int | None
+    outside: int
+    smallest: int
+
+
+def needs_of(architecture: Architecture, plan: Plan, workload: Workload, *, tensors: int, device_bytes: int) -> Needs:
+    """What a run of our engine with a peak of `tensors` bytes, as traced, needs of a device that leaves it
+    `device_bytes`.
+
+    A card's allocator is simulated. A processor has none that keeps what is freed, and that of Apple's chips has other
+    rules: for both what the closed form adds to its own peak is added to this one.
+    """
+    if plan.device.partition(":")[0] in _SIMULATED:
+        run = CapOfRun(architecture, plan, workload, tensors=tensors)
+        return Needs(
+            tensors=tensors,
+            reserved=run.reserved_bytes(device_bytes),
+            outside=run.outside,
+            smallest=run.smallest_bytes,
+        )
+    memory = estimate_memory(architecture, plan, workload)
+    added = memory.device_bytes - memory.peak_bytes
+    return Needs(tensors=tensors, reserved=None, outside=added, smallest=tensors + added)
+
+
 class CapOfRun:
-    """Replays of one run. Bytes on one card; `expandable` says that its allocator uses expandable segments, `outside`
-    what others than the allocator take of the card where that is known better than `outside_bytes` does."""
+    """Replays of one run. Bytes on one card; `expandable` says that its allocator uses expandable segments; `outside`
+    is what others than the allocator take of the card, and `tensors` what is alive at the peak, where that is known
+    better than `outside_bytes` and the closed form do."""
 
     def __init__(
         self,
@@ -47,10 +85,13 @@ class CapOfRun:
         evaluates: bool = True,
         expandable: bool = False,
         outside: int | None = None,
+        tensors: int | None = None,
     ) -> None:
         self.plan, self.program, self.expandable = plan, program, expandable
         self.outside = outside_bytes(plan, program) if outside is None else outside
-        self._peak = estimate_memory(architecture, plan, workload, program=program).peak_bytes
+        if tensors is None:
+            tensors = estimate_memory(architecture, plan, workload, program=program).peak_bytes
+        self._peak = tensors
         self._run = architecture, plan, workload
         self._evaluates = evaluates
 

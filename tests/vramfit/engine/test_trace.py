@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from vramfit.engine.trace import _Depths, trace
+from vramfit.engine.trace import _Depths, answer, trace
 from vramfit.errors import ModelError, UserError
 from vramfit.models import catalogue
 from vramfit.models.architecture import Architecture, from_config
 from vramfit.models.config_json import config_values
+from vramfit.planning.cap import needs_of
 from vramfit.planning.memory import estimate_memory
 from vramfit.planning.plan import Plan, Workload
 
@@ -175,10 +176,29 @@ def test_a_request_is_answered_by_a_process_of_its_own() -> None:
         stdout=subprocess.PIPE,
         check=True,
     )
-    answer = json.loads(done.stdout.splitlines()[-1])["trace"]
+    told = json.loads(done.stdout.splitlines()[-1])["trace"]
 
-    assert answer["peak_bytes"] == trace(request["config"], plan(), length=128).peak_bytes  # type: ignore[arg-type]
-    assert {phase for _, _, phase in answer["timeline"]} >= {"loss", "backward", "step"}
+    assert told["peak_bytes"] == trace(request["config"], plan(), length=128).peak_bytes  # type: ignore[arg-type]
+    assert {phase for _, _, phase in told["timeline"]} >= {"loss", "backward", "step"}
+
+
+def test_with_a_workload_the_answer_says_what_the_card_must_have() -> None:
+    architecture = model("HuggingFaceTB/SmolLM2-135M")
+    wish = plan(device="cuda:0", budget_bytes=8 * 2**30, recompute=30, max_length=128)
+    work = Workload(sequences=10, mean_tokens=128, longest_tokens=128, exact=True)
+    request = {
+        "config": config_values(architecture),
+        "plan": dataclasses.asdict(wish),
+        "length": 128,
+        "workload": dataclasses.asdict(work),
+    }
+
+    found = answer(request)["trace"]
+    tensors = found["peak_bytes"]
+    assert found["needs"] == dataclasses.asdict(
+        needs_of(architecture, wish, work, tensors=tensors, device_bytes=wish.budget_bytes)
+    )
+    assert tensors < found["needs"]["reserved"] < found["needs"]["smallest"] < 1.5 * tensors + 0.6 * 2**30
 
 
 def test_a_model_that_cannot_be_built_is_refused_in_words() -> None:

@@ -10,11 +10,11 @@ import pytest
 
 from vramfit.models import catalogue
 from vramfit.models.architecture import Architecture
-from vramfit.planning.cap import LEAST_OUTSIDE_BYTES, CapOfRun
+from vramfit.planning.cap import LEAST_OUTSIDE_BYTES, CapOfRun, needs_of
 from vramfit.planning.memory import estimate_memory
 from vramfit.planning.plan import Plan, Workload
-from vramfit.planning.program import PROGRAMS
-from vramfit.units import GIB
+from vramfit.planning.program import OURS, PROGRAMS
+from vramfit.units import GIB, MIB
 
 A100_80GB = 79.15 * GIB
 QUARTER = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -130,3 +130,34 @@ def test_the_closed_form_of_the_device_is_near_the_replays(
     replayed = CapOfRun(model(name), wish, workload(1024)).smallest_bytes
 
     assert 0.95 * replayed <= estimate.device_bytes <= 1.1 * replayed
+
+
+def test_what_a_traced_peak_needs_of_a_card(plan: Callable[..., Plan], workload: Callable[..., Workload]) -> None:
+    """100 MiB more tensors than the closed form's are 100 MiB more of the card; the replay's pieces stay the same."""
+    wish = plan(device="cuda:0", compute="bf16", weight_format="bf16", max_length=1024, loss_chunk_tokens=64)
+    shape, work = model("Qwen/Qwen3-0.6B"), workload(1024)
+    peak = estimate_memory(shape, wish, work).peak_bytes
+    found, more = (
+        needs_of(shape, wish, work, tensors=tensors, device_bytes=48 * GIB) for tensors in (peak, peak + 100 * MIB)
+    )
+
+    assert found.smallest == CapOfRun(shape, wish, work).smallest_bytes
+    assert more.smallest - found.smallest == 100 * MIB
+    assert (found.tensors, found.outside) == (peak, OURS.context_bytes)
+    assert found.reserved is not None and more.reserved is not None
+    assert peak < found.smallest - found.outside <= found.reserved
+    assert more.reserved > found.reserved
+    short = needs_of(shape, wish, work, tensors=peak, device_bytes=found.smallest // 2)
+    assert short.reserved == found.smallest - found.outside  # what it would take to complete
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_where_no_allocator_is_simulated_the_closed_form_says_what_is_added(
+    plan: Callable[..., Plan], workload: Callable[..., Workload], device: str
+) -> None:
+    wish, shape = plan(device=device, max_length=256), model("HuggingFaceTB/SmolLM2-135M")
+    estimate = estimate_memory(shape, wish, workload(256))
+    found = needs_of(shape, wish, workload(256), tensors=estimate.peak_bytes + 7, device_bytes=GIB)
+
+    assert found.reserved is None
+    assert found.smallest == estimate.device_bytes + 7 == found.tensors + found.outside
