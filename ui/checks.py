@@ -31,6 +31,7 @@ from vramfit.errors import InternalError, UserError, VramfitError
 from vramfit.models.catalogue import architecture_of
 from vramfit.models.config_json import config_values
 from vramfit.places import is_folder, typed_path
+from vramfit.planning.abilities import untraced
 from vramfit.planning.plan import Forecast
 from vramfit.starter.shape import MODEL_CONFIG
 from vramfit.units import GIB, format_bytes
@@ -66,7 +67,10 @@ class Checks:
         self._known: OrderedDict[str, _Check] = OrderedDict()
 
     def offer(self, model: ModelChoice, forecast: Forecast) -> str:
-        """The token under which this plan can be checked; "" for a model that cannot be built here."""
+        """The token under which this plan can be checked; "" for a plan that no trace follows, and for a model that
+        cannot be built here."""
+        if untraced(forecast.plan) is not None:
+            return ""
         try:
             values = model_config(model)
         except VramfitError:

@@ -10,7 +10,8 @@ from typing import Final
 from ui.form import field_of
 from ui.texts import Texts
 from vramfit.errors import Problem, VramfitError, WontFit
-from vramfit.planning.plan import MEMORY_KINDS, Alternative, Forecast, MemoryEstimate
+from vramfit.planning.abilities import untraced
+from vramfit.planning.plan import MEMORY_KINDS, Alternative, Forecast, MemoryEstimate, Plan
 from vramfit.planning.reasons import ASSUMED
 from vramfit.units import format_bytes, format_count, format_duration
 
@@ -50,12 +51,13 @@ def forecast_card(
     texts: Texts,
     *,
     device_name: str,
-    plan_only: bool = False,
+    off: str = "",
     refusal: WontFit | None = None,
     check: str = "",
 ) -> str:
-    """The whole estimate of a plan. With a `refusal` it does not fit: what takes the room, and what would help. `check`
-    is the token by which the plan can be checked precisely (ui/checks.py), "" where it cannot."""
+    """The whole estimate of a plan. With a `refusal` it does not fit: what takes the room, and what would help. `off`
+    says why it cannot be started here. `check` is the token by which the plan can be checked precisely (ui/checks.py),
+    "" where it cannot."""
     memory, plan = forecast.memory, forecast.plan
     fits = forecast.fits and refusal is None  # it may fit the device, and not the RAM beside it or the disk
     key = "fits" if fits else "wontfit"
@@ -82,9 +84,14 @@ def forecast_card(
         refused = [_sentence(texts.said(refusal.what)), suggestions, _assumed(forecast, texts), others]
         return _card([*body, *refused], state=key)
     body += [_facts(forecast, texts), _assumed(forecast, texts)]
-    if plan_only:
-        body.append(f'<p class="vf-note">{_esc(texts["estimate.plan_only"].format(name=device_name))}</p>')
-    body += [_reasons(forecast, texts), _phases(memory, texts), _alternatives(forecast, texts), _check(check, texts)]
+    if off:
+        body.append(f'<p class="vf-note">{_esc(off)}</p>')
+    body += [
+        _reasons(forecast, texts),
+        _phases(memory, texts),
+        _alternatives(forecast, texts),
+        _check(check, plan, texts),
+    ]
     return _card(body, state=key)
 
 
@@ -230,9 +237,12 @@ def _lacks(other: Alternative, texts: Texts) -> str:
     return " " + _esc(texts["estimate.needs"].format(what=texts.lacks(other.needs))) if other.needs else ""
 
 
-def _check(token: str, texts: Texts) -> str:
+def _check(token: str, plan: Plan, texts: Texts) -> str:
+    """The button of the precise check; for a plan that no trace follows a sentence why there is none."""
     if not token:
-        return ""
+        reason = untraced(plan)
+        said = texts[f"check.none.{reason.replace(' ', '_')}"] if reason else ""
+        return f'<p class="vf-sub">{_esc(said)}</p>' if said else ""
     return (
         f'<div class="vf-check" data-token="{_esc(token)}"><button type="button" class="vf-button vf-button-small" '
         f'data-check>{_esc(texts["check.button"])}</button><span class="vf-sub">{_esc(texts["check.help"])}</span>'

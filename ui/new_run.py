@@ -22,7 +22,7 @@ from ui.data_card import data_card, left_out, reading_card
 from ui.estimate import error_card, forecast_card, later_card, notice_card, problems_card
 from ui.form import FieldSpec
 from ui.preset_buttons import Presets, waiting
-from ui.preview import PLAN_PREFIX, Preview, Previewer
+from ui.preview import PLAN_PREFIX, Preview, Previewer, cards_together, setup_name
 from ui.runs import exports
 from ui.samples import Sample
 from ui.texts import Texts
@@ -34,6 +34,7 @@ from vramfit.errors import ConfigError, DataError, HardwareError, JobError, Mode
 from vramfit.hardware.catalogue import cards
 from vramfit.models.catalogue import known
 from vramfit.places import is_folder, uploads_folder
+from vramfit.planning.cost import COMPARED
 from vramfit.starter.recipe import questions_run, starter_run
 
 Values = Mapping[Any, Any]
@@ -229,7 +230,9 @@ class NewRun:
         here = [(self.texts["new.card.here"].format(name=device.name), device.torch_device) for device in devices]
         best = (self.texts["new.card.auto"].format(name=devices[0].name), "auto")
         plans = [(self.texts["new.card.plan"].format(name=card.name), PLAN_PREFIX + card.name) for card in cards()]
-        return [best, *here, *plans]
+        several = [setup_name(*setup) for setup in COMPARED]
+        together = [(self.texts["new.card.several"].format(name=name), PLAN_PREFIX + name) for name in several]
+        return [best, *here, *plans, *together]
 
     # ---- the events -------------------------------------------------------------------------------------------
 
@@ -424,8 +427,7 @@ class NewRun:
         try:
             config, card = self._config(values)
             if card.startswith(PLAN_PREFIX):
-                name = card.removeprefix(PLAN_PREFIX)
-                raise UserError(self.texts["estimate.plan_only"].format(name=name))
+                raise UserError(self._why_not_here(card.removeprefix(PLAN_PREFIX), cards=cards_together(card)))
             preview = self.previewer.preview(config, card)
             self._check_rows(config)
         except VramfitError as error:
@@ -545,12 +547,17 @@ class NewRun:
             return self._error_html(error)
 
     def _forecast_html(self, config: RunConfig, preview: Preview) -> str:
-        name = preview.device.name
+        name = preview.name
         if preview.forecast is None:
             ask_again = next(self._number) if preview.missing == "data" else None
             return later_card(f"estimate.later.{preview.missing}", self.texts, device_name=name, ask_again=ask_again)
         check = self.checks.offer(config.model, preview.forecast)
-        return forecast_card(preview.forecast, self.texts, device_name=name, plan_only=not preview.here, check=check)
+        off = "" if preview.here else self._why_not_here(name, cards=preview.cards)
+        return forecast_card(preview.forecast, self.texts, device_name=name, off=off, check=check)
+
+    def _why_not_here(self, name: str, *, cards: int) -> str:
+        """Why Start is off where a run is planned for what is not in this machine."""
+        return self.texts["estimate.plan_several" if cards > 1 else "estimate.plan_only"].format(name=name)
 
     def _error_html(self, error: VramfitError) -> str:
         if isinstance(error, ConfigError):

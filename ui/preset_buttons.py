@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from typing import Any, Final, cast
 
-from ui.preview import Previewer
+from ui.preview import Previewer, abilities_for
 from ui.texts import Texts
 from vramfit.errors import UserError
 from vramfit.hardware.devices import Machine
@@ -30,10 +30,11 @@ class Presets:
         if goal not in GOALS:
             raise UserError(f"There is no preset {goal[:40]!r}", "Reload the page.")
         machine = self._machine(card)
-        key = (goal, repr(machine))
+        abilities = abilities_for(card)
+        key = (goal, repr((machine, abilities)))
         with self._lock:
             if key not in self._kept:
-                self._kept[key] = preset(cast(Goal, goal), machine)
+                self._kept[key] = preset(cast(Goal, goal), machine, abilities=abilities)
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
             return self._kept[key]

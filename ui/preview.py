@@ -25,13 +25,15 @@ from vramfit.hardware.devices import Device, Machine, probe
 from vramfit.models.architecture import Architecture
 from vramfit.models.catalogue import architecture_of, may_be_hub_id
 from vramfit.places import cache_folder, is_file, is_folder, typed_path
+from vramfit.planning.abilities import ENGINE, SEVERAL_CARDS, Abilities
+from vramfit.planning.cost import COMPARED, SETUP_RAM_GIB
 from vramfit.planning.plan import Forecast, Workload
 from vramfit.planning.planner import forecast_run
 from vramfit.planning.start import length_limit
 from vramfit.starter.corpus import corpus_workload
 
 PLAN_PREFIX: Final = "plan:"
-"""A card choice that starts with this names a catalogue card, not a device of this machine."""
+"""A card choice that starts with this names a catalogue card, or `N x` that card, not a device of this machine."""
 
 KEPT_SURVEYS: Final = 32
 SURVEYS_AT_ONCE: Final = 2
@@ -47,7 +49,7 @@ Missing = Literal["data", "model"]
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """A forecast and what it is for. `here` is False when the card is not in this machine.
+    """A forecast and what it is for: `cards` of the device together. `here` is False when it is not in this machine.
 
     Without a forecast, `missing` says what is not known yet: the data (it is being read) or the model's shape (a hub id
     whose config.json the run will fetch). Such a run can be started; the trainer plans it before step 1.
@@ -57,6 +59,12 @@ class Preview:
     device: Device
     here: bool
     missing: Missing | None = None
+    cards: int = 1
+
+    @property
+    def name(self) -> str:
+        """What it is planned for."""
+        return setup_name(self.device.name, self.cards)
 
 
 class _Reading:
@@ -107,7 +115,8 @@ class Previewer:
         Raises HardwareError for a card or device that is not there.
         """
         if card.startswith(PLAN_PREFIX):
-            return cards.machine_with(card.removeprefix(PLAN_PREFIX))
+            name, count = planned_setup(card)
+            return cards.machine_with(name, count=count, ram_gib=SETUP_RAM_GIB if count > 1 else None)
         machine = self.machine()
         chosen = machine.device(card)
         others = tuple(device for device in machine.devices if device != chosen)
@@ -116,16 +125,18 @@ class Previewer:
     def preview(self, config: RunConfig, card: str) -> Preview:
         """The planner's answer for `config` on `card` (a torch device, "auto", or `plan:NAME`). Raises UserError."""
         here, machine = not card.startswith(PLAN_PREFIX), self.machine_of(card)
-        device = machine.device(config.device)
+        device, count = machine.device(config.device), cards_together(card)
         architecture = _shape_of(config)
         if architecture is None:
             self.workload(config, max_length=0)  # what is wrong with the data is said now
-            return Preview(forecast=None, device=device, here=here, missing="model")
+            return Preview(forecast=None, device=device, here=here, missing="model", cards=count)
         workload = self.workload(config, max_length=length_limit(config, architecture))
         if workload is None:
-            return Preview(forecast=None, device=device, here=here, missing="data")
-        forecast = forecast_run(config, architecture=architecture, machine=machine, workload=workload)
-        return Preview(forecast=forecast, device=device, here=here)
+            return Preview(forecast=None, device=device, here=here, missing="data", cards=count)
+        forecast = forecast_run(
+            config, architecture=architecture, machine=machine, workload=workload, abilities=abilities_for(card)
+        )
+        return Preview(forecast=forecast, device=device, here=here, cards=count)
 
     def workload(self, config: RunConfig, *, max_length: int) -> Workload | None:
         """How much there is to train: known for the starter, else from a survey that is kept while the files stay.
@@ -189,6 +200,28 @@ class Previewer:
             except Exception as error:
                 reading.error = error
             reading.done.set()
+
+
+def setup_name(card: str, count: int) -> str:
+    """How a setup is called, as a choice and to a person."""
+    return f"{count} x {card}" if count > 1 else card
+
+
+def planned_setup(card: str) -> tuple[str, int]:
+    """(the card's name, how many of it) of a choice that starts with PLAN_PREFIX. The setups of several cards are those
+    of the form's list: what anybody else writes there is a name, which the catalogue then does not know."""
+    name = card.removeprefix(PLAN_PREFIX)
+    return {setup_name(*setup): setup for setup in COMPARED}.get(name, (name, 1))
+
+
+def cards_together(card: str) -> int:
+    """How many cards a run on this choice is planned for: one, but for the setups of several."""
+    return planned_setup(card)[1] if card.startswith(PLAN_PREFIX) else 1
+
+
+def abilities_for(card: str) -> Abilities:
+    """What is planned with: this version's engine, or for a setup of several cards what they would do together."""
+    return SEVERAL_CARDS if cards_together(card) > 1 else ENGINE
 
 
 def _shape_of(config: RunConfig) -> Architecture | None:

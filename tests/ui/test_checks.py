@@ -9,10 +9,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ui.checks import Checks, compared_html, estimated_phases, model_config, timeline_figure
+from ui.estimate import forecast_card
 from ui.preview import Previewer
 from ui.texts import Texts, texts_of
 from vramfit.config import ModelChoice
@@ -82,6 +84,28 @@ def test_a_model_that_cannot_be_built_is_not_offered(forecast: Forecast, tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(MODEL_CONFIG), encoding="utf-8")
     assert Checks().offer(ModelChoice(source=str(tmp_path)), forecast)
     assert model_config(ModelChoice(source=str(tmp_path))) == MODEL_CONFIG
+
+
+@pytest.mark.parametrize("texts", [EN, texts_of("zh")], ids=["en", "zh"])
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"weights_tier": "host"}, "streams"),
+        ({"compiled": True}, "compiled"),
+        ({"cards": 8, "sharding": "fsdp"}, "several_cards"),
+        ({"optimizer_tier": "disk"}, "disk"),
+        ({"optimizer_tier": "host"}, ""),
+    ],
+)
+def test_a_plan_that_no_trace_follows_has_no_button_but_the_reason(
+    forecast: Forecast, changes: dict[str, Any], why: str, texts: Texts
+) -> None:
+    planned = dataclasses.replace(forecast, plan=dataclasses.replace(forecast.plan, **changes))
+    token = Checks().offer(starter_run().model, planned)
+    shown = forecast_card(planned, texts, device_name="card", check=token)
+    assert (token == "") == bool(why)
+    assert ("data-check" in shown) == (not why)
+    assert not why or html.escape(texts[f"check.none.{why}"]) in shown
 
 
 @pytest.mark.parametrize(
@@ -159,12 +183,12 @@ def test_a_card_is_told_from_tensors_to_the_least_memory(forecast: Forecast, tex
     assert order == sorted(order)
     assert "<td>60 MiB</td>" in shown
     assert "<td>660 MiB</td>" in shown  # with the context
-    assert texts["check.completes"].format(least="650 MiB", budget="700 MiB") in shown
-    assert texts["check.allocator.card"] in shown
+    assert html.escape(texts["check.completes"].format(least="650 MiB", budget="700 MiB")) in shown
+    assert html.escape(texts["check.allocator.card"]) in shown
     short = compared_html(
         on("cuda:0", forecast, budget=640 * 2**20), {**TRACE["trace"], "needs": needs}, texts, seconds=8
     )
-    assert texts["check.short"].format(least="650 MiB", budget="640 MiB") in short
+    assert html.escape(texts["check.short"].format(least="650 MiB", budget="640 MiB")) in short
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps"])
@@ -177,8 +201,6 @@ def test_what_is_not_simulated_is_told(forecast: Forecast, device: str) -> None:
 
 
 def test_the_estimate_offers_the_check_and_the_other_ways(forecast: Forecast) -> None:
-    from ui.estimate import forecast_card
-
     shown = forecast_card(forecast, EN, device_name="CPU", check="abc")
     assert 'data-token="abc"' in shown
     assert "Check precisely" not in forecast_card(forecast, EN, device_name="CPU")

@@ -19,8 +19,9 @@ from ui.preview import PLAN_PREFIX, Preview, Previewer
 from ui.samples import Sample
 from ui.texts import texts_of
 from vramfit.config import RunConfig
-from vramfit.errors import JobError, UserError
+from vramfit.errors import HardwareError, JobError, UserError
 from vramfit.hardware.catalogue import cards
+from vramfit.planning.cost import COMPARED
 from vramfit.starter.recipe import starter_run
 
 STEPS = starter_run().schedule.max_steps
@@ -148,6 +149,22 @@ def test_planning_for_another_card_turns_start_off_and_says_why(page: NewRun, st
     download = page.on_download(_values(page, device=card))[page.answer]
     assert 'data-download="First stories.yaml"' in download
     assert f"max_steps: {STEPS}" in download
+
+
+@pytest.mark.parametrize(("name", "count"), COMPARED)
+def test_a_setup_of_several_cards_is_planned_with_all_of_them_and_not_started(
+    page: NewRun, store: Store, name: str, count: int
+) -> None:
+    choice = next(value for text, value in page._cards() if text == f"Plan only: {count} x {name}")
+    updates = page.on_change(_values(page, device=choice))
+    assert updates[page.start]["interactive"] is False
+    said = page.texts["estimate.plan_several"].format(name=f"{count} x {name}")
+    assert said in updates[page.estimate]
+    refused = page.on_start(_values(page, device=choice), SESSION)
+    assert said in refused[page.estimate]
+    assert store.jobs() == []
+    with pytest.raises(HardwareError):  # not in the list, so it is a card's name, and none is called so
+        page.previewer.machine_of(f"{PLAN_PREFIX}3 x {name}")
 
 
 def test_a_model_too_large_says_by_how_much_and_what_would_help(page: NewRun, store: Store) -> None:

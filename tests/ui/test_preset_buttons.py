@@ -11,7 +11,10 @@ from ui.preset_buttons import Presets, waiting
 from ui.preview import Previewer
 from ui.texts import texts_of
 from vramfit.errors import HardwareError, UserError
-from vramfit.planning.presets import GOALS
+from vramfit.hardware.catalogue import machine_with
+from vramfit.planning.abilities import SEVERAL_CARDS
+from vramfit.planning.cost import COMPARED, SETUP_RAM_GIB
+from vramfit.planning.presets import GOALS, preset
 from vramfit.units import GIB, format_bytes, format_duration
 
 EN = texts_of("en")
@@ -27,6 +30,15 @@ def test_each_button_says_model_length_memory_and_speed(tmp_path: Path) -> None:
         assert found.model.rpartition("/")[2] in shown
         assert f"{found.forecast.plan.max_length:,} tokens" in shown
         assert format_bytes(found.forecast.memory.device_bytes) in shown
+
+
+@pytest.mark.parametrize(("name", "count"), COMPARED)
+def test_several_cards_have_their_presets_with_all_of_them(tmp_path: Path, name: str, count: int) -> None:
+    found = Presets(Previewer(tmp_path)).get("biggest model", f"plan:{count} x {name}")
+    machine = machine_with(name, count=count, ram_gib=SETUP_RAM_GIB)
+    assert found == preset("biggest model", machine, abilities=SEVERAL_CARDS)
+    assert found is not None
+    assert found.forecast.plan.cards == count
 
 
 def test_where_nothing_fits_the_button_cannot_be_pressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

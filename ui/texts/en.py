@@ -185,6 +185,7 @@ WORDS: dict[str, str] = {
     "new.card.auto": "Best of this machine: {name}",
     "new.card.here": "This machine: {name}",
     "new.card.plan": "Plan for: {name}",
+    "new.card.several": "Plan only: {name}",
     "new.card.looking": "Best of this machine",
     "data.title": "What is in it",
     "data.reading": "Reading the data…",
@@ -306,6 +307,7 @@ WORDS: dict[str, str] = {
     "explore.cost.own": "Own cards: electricity and wear",
     "explore.cost.rented": "Rented instead",
     "explore.cost.bought": "Buying the cards",
+    "explore.cost.given": "as you gave it",
     "explore.cost.sources": "price: {price}; rent: {rent}.",
     "explore.cost.note": "Each setup is planned with all its cards, 512 GiB of RAM and all that is designed. "
     "Empty fields use the catalogue's numbers. Wear: worth nothing after three years of use half the time.",
@@ -314,6 +316,12 @@ WORDS: dict[str, str] = {
     "limit.disk": "free disk",
     "estimate.needs": "Not in this version: {what}.",
     "estimate.others": "Other ways",
+    "check.none.several_cards": "No precise check: it traces a step on one card, and several share this one.",
+    "check.none.streams": "No precise check: it traces a model that stays on the device, and here blocks visit it one "
+    "by one. The run shows its measured peak from its first step.",
+    "check.none.disk": "No precise check: it traces the device's memory and RAM, and here states are in a file.",
+    "check.none.compiled": "No precise check: it traces operations one by one, and here a compiler fuses them. With "
+    "compiling set to off the plan can be checked.",
     "check.button": "Check precisely",
     "check.help": "Runs the real step without its memory, operation by operation.",
     "check.running": "The real step is traced on empty tensors… {seconds} s",
@@ -399,6 +407,8 @@ WORDS: dict[str, str] = {
     "fits before step 1.",
     "estimate.unavailable": "No estimate",
     "estimate.plan_only": "{name} is not in this machine, so Start is off. Download the config and run it there.",
+    "estimate.plan_several": "Planned for {name}, all together. This version trains on one card, so Start is off, and "
+    "a downloaded config would run on one of them.",
     "estimate.on": "on {name}",
     "part.weights": "Weights",
     "part.adapters": "Adapters",

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from vramfit.config import ScheduleChoice
 from vramfit.engine.activations import find_blocks, planned_modes, waiting_bytes
 from vramfit.engine.chunked import CHUNK_ON_CARD, ChunkedOptimizer
+from vramfit.engine.host_states import HostStates
 from vramfit.engine.last_blocks import train_last_blocks
 from vramfit.engine.loss import Targets
 from vramfit.engine.objective import SummedLoss
@@ -40,7 +41,7 @@ from vramfit.engine.resident import Piece, ResidentExecutor, StepResult, Trained
 from vramfit.errors import InternalError, ModelError, UserError, VramfitError
 from vramfit.models.architecture import Architecture, from_config
 from vramfit.models.families import FULL_ATTENTION_EVERY
-from vramfit.planning.abilities import missing
+from vramfit.planning.abilities import Untraced, missing, untraced
 from vramfit.planning.cap import needs_of
 from vramfit.planning.plan import Plan, Workload
 from vramfit.planning.stored import QUANTISED, weight_bytes
@@ -94,6 +95,7 @@ class StorageFollower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.timeline: list[tuple[int, int, str]] = []
         self._trained_share = trained_share
         self.in_ram: Callable[[], int] = lambda: 0
+        self._before: float = math.inf
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
@@ -111,7 +113,7 @@ class StorageFollower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not (func is torch.ops.aten.add.Tensor and self.phase == "backward" and not torch.is_grad_enabled()):
             # Autograd adds two gradients in place; only on fake tensors it makes a third, whose parts are gone at once.
             self._note(inside=args[0].numel() * args[0].element_size() if func in _BUFFERS_INSIDE else 0)
-        self.timeline.append((self.operations, self.alive - self.in_ram(), self.phase))
+        self.timeline.append((self.operations, self._on_device, self.phase))
         return result
 
     @contextlib.contextmanager
@@ -123,6 +125,15 @@ class StorageFollower(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self.phase = before
+
+    @contextlib.contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """What is made inside is made in RAM: the processor is at work, and the device holds what it held."""
+        self._before = self.alive
+        try:
+            yield
+        finally:
+            self._before = math.inf
 
     def forget(self) -> None:
         """Peaks and timeline begin anew; what is alive stays."""
@@ -166,7 +177,11 @@ class StorageFollower(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, *, inside: int = 0) -> None:
         """The peak of the phase, with `inside` bytes that a kernel makes and frees by itself."""
         phase = _LAST if self.phase == "backward" and self.in_last_block else self.phase
-        self.peaks[phase] = max(self.peaks[phase], self.alive - self.in_ram() + inside)
+        self.peaks[phase] = max(self.peaks[phase], self._on_device + inside)
+
+    @property
+    def _on_device(self) -> int:
+        return int(min(self.alive, self._before)) - self.in_ram()
 
 
 _WHERE: Final = torch.ops.prim.device.default
@@ -183,6 +198,23 @@ _ANSWERS: Final[Mapping[Any, Callable[[StorageFollower, tuple[Any, ...]], Any]]]
 }
 
 
+_REFUSED: Final[Mapping[Untraced, tuple[str, str]]] = {
+    "several cards": ("A trace follows one card, and this plan has several", "Trace a plan for one card."),
+    "streams": (
+        "A trace follows weights that stay on the device, and this plan's blocks visit it one by one",
+        "Trace the plan with its weights on the device.",
+    ),
+    "disk": (
+        "A trace follows the device's memory and RAM, and this plan's optimizer states are in a file",
+        "Trace the plan with its states on the device or in RAM.",
+    ),
+    "compiled": (
+        "A trace follows operations one by one, and this plan's are fused by a compiler",
+        "Trace the plan with compile off.",
+    ),
+}
+
+
 class TracedExecutor(ResidentExecutor):
     """The engine's own executor; only says which phase it is in."""
 
@@ -192,7 +224,8 @@ class TracedExecutor(ResidentExecutor):
         self._peak = _NoMeter()  # type: ignore[assignment]
         find_blocks(model)[-1].register_forward_pre_hook(self._last_block, with_kwargs=True)
         if self.plan.input_tier != "device":  # asking walks all modules, at every operation
-            follower.in_ram = lambda: waiting_bytes(model)
+            states = follower.in_ram()
+            follower.in_ram = lambda: states + waiting_bytes(model)
 
     def step(self, micro_batches: Any, learning_rate: float) -> StepResult:
         with self._follower.within("backward"):
@@ -214,7 +247,9 @@ class TracedExecutor(ResidentExecutor):
             return super()._sums(piece, targets, gradient_scale=gradient_scale)
 
     def _finish(self, losses: list[Tensor], trained: Trained, recovered: str) -> StepResult:
-        with self._follower.within("step"):
+        on_device = self.plan.optimizer_tier == "device"
+        place = contextlib.nullcontext() if on_device else self._follower.elsewhere()
+        with self._follower.within("step"), place:
             return super()._finish(losses, trained, recovered)
 
 
@@ -239,25 +274,13 @@ def trace(
     Raises ModelError when `transformers` cannot build it, UserError for a plan this version's engine cannot run.
     """
     lacks = missing(plan)
-    if plan.compiled:
-        raise UserError(
-            "A trace follows operations one by one, and this plan's are fused by a compiler",
-            "Trace the plan with compile off.",
-        )
-    if plan.optimizer_tier != "device":
-        raise UserError(
-            "A trace follows one memory, the device's, and this plan's optimizer states are in another",
-            "Trace the plan with its states on the device.",
-        )
+    reason = untraced(plan)
     if lacks:
         raise UserError(
             f"A trace runs this version's engine, which lacks {', '.join(lacks)}", "Trace a plan that can be run."
         )
-    if plan.weights_tier != "device":
-        raise UserError(
-            "A trace follows weights that stay on the device, and this plan's blocks visit it one by one",
-            "Trace the plan with its weights on the device.",
-        )
+    if reason is not None:
+        raise UserError(*_REFUSED[reason])
     architecture = from_config(values, name)
     tracer = _Depths(values, architecture, plan, length, trained_share)
     return tracer.trace(whole=whole)
@@ -348,13 +371,9 @@ class _Depths:
         model = self._model(plan, sum(depth))
         with _untraced_masks(), FakeTensorMode(allow_non_fake_inputs=True), follower:
             materialise(model)
-            optimizer = build_optimizer(model, ScheduleChoice(), plan)
-            if isinstance(optimizer, ChunkedOptimizer):
-                optimizer.chunk_numbers = CHUNK_ON_CARD  # on a CPU's own there would be sixteen times the operations
+            optimizer = _optimizer(model, plan, follower)
             executor = TracedExecutor(model, follower=follower, plan=plan, optimizer=optimizer)
             batch = _batch(plan.micro_batch, self.length, packed=plan.packing)
-            with follower.within("step"):
-                make_states(optimizer)
             for _ in range(self.steps):
                 follower.forget()
                 executor.step([batch] * min(plan.accumulation, 2), learning_rate=1e-4)
@@ -431,6 +450,22 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     for weight in weights:
         weight.grad = None
+
+
+def _optimizer(model: nn.Module, plan: Plan, follower: StorageFollower) -> torch.optim.Optimizer:
+    """The plan's, with its states there; those in RAM, with copies and places of gradients, are not on the device."""
+    weights, on_device = follower.alive, plan.optimizer_tier == "device"
+    with contextlib.nullcontext() if on_device else follower.elsewhere():
+        optimizer = build_optimizer(model, ScheduleChoice(), plan)
+    steps = optimizer.inner if isinstance(optimizer, HostStates) else optimizer
+    if isinstance(steps, ChunkedOptimizer):
+        steps.chunk_numbers = CHUNK_ON_CARD  # on a CPU's own there would be sixteen times the operations
+    with follower.within("step"):
+        make_states(optimizer)
+    if not on_device:
+        states = follower.alive - weights
+        follower.in_ram = lambda: states
+    return optimizer
 
 
 def _moved(depth: tuple[int, ...], axis: int, steps: int) -> tuple[int, ...]:

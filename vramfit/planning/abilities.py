@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from vramfit.planning.plan import Plan, ShardingKind, Tier
 
@@ -79,6 +79,22 @@ DESIGNED: Final = Abilities(
     features=frozenset(FEATURES),
 )
 """What the design holds."""
+
+
+Untraced = Literal["several cards", "streams", "disk", "compiled"]
+
+
+def untraced(plan: Plan) -> Untraced | None:
+    """Why the engine's step cannot be traced for `plan` (`engine/trace.py`), None where it can: a trace follows torch's
+    operations in one memory. It is not of several cards, of blocks that visit the device, of states in a file, nor of
+    what a compiler fuses, which other kernels do than those a trace would see."""
+    if plan.cards > 1:
+        return "several cards"
+    if plan.weights_tier != "device":
+        return "streams"
+    if plan.optimizer_tier == "disk":
+        return "disk"
+    return "compiled" if plan.compiled else None
 
 
 def missing(plan: Plan, abilities: Abilities = ENGINE) -> tuple[str, ...]:

@@ -90,10 +90,12 @@ def preset(goal: Goal, machine: Machine, *, abilities: Abilities = ENGINE) -> Pr
     return _GOALS[goal](machine, abilities)
 
 
-def presets_of(card: Card, *, count: int = 1, ram_gib: float | None = None) -> dict[Goal, Preset | None]:
-    """Every goal's preset for a card of the catalogue."""
+def presets_of(
+    card: Card | str, *, count: int = 1, ram_gib: float | None = None, abilities: Abilities = ENGINE
+) -> dict[Goal, Preset | None]:
+    """Every goal's preset for a card of the catalogue, or for `count` of it."""
     machine = machine_with(card, count=count, ram_gib=ram_gib)
-    return {goal: preset(goal, machine) for goal in GOALS}
+    return {goal: preset(goal, machine, abilities=abilities) for goal in GOALS}
 
 
 def _planned(

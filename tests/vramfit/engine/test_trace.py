@@ -121,6 +121,28 @@ def test_another_block_may_be_the_highest_at_few_blocks() -> None:
     assert few.phases == whole.phases
 
 
+@pytest.mark.parametrize(
+    "changes", [{"recompute": 4}, {"recompute": 4, "accumulation": 2}, ADAPTED, {"recompute": 4, "input_tier": "host"}]
+)
+def test_states_in_ram_are_not_on_the_device(changes: dict[str, Any]) -> None:
+    """Nor are copies of weights, places of gradients and what the processor makes in its step: the device's peaks of
+    forward are those of states there, less the states; at the step it holds the weights alone."""
+    values = load_bench("memory_against_cpu").MODEL
+    wish = plan(**changes)
+    there, away = (
+        trace(values, dataclasses.replace(wish, optimizer_tier=tier), length=512) for tier in ("device", "host")
+    )
+    architecture = from_config(values, "small")
+    work = Workload(sequences=10, mean_tokens=512, longest_tokens=512, exact=True)
+    states = estimate_memory(architecture, wish, work).peak.parts["optimizer"]
+
+    assert there.phases["evaluation"] - away.phases["evaluation"] == pytest.approx(states, rel=0.001)
+    assert away.phases["step"] == pytest.approx(away.phases["load"], rel=0.05)
+    assert closed_form(architecture, dataclasses.replace(wish, optimizer_tier="host")) == pytest.approx(
+        away.peak_bytes, rel=0.03
+    )
+
+
 def test_inputs_in_ram_are_not_on_the_device() -> None:
     """Fewer bytes by the inputs of all blocks but the one that is recomputed and the one that is fetched."""
     values = config_values(model("HuggingFaceTB/SmolLM2-135M"), layers=7)
@@ -233,7 +255,9 @@ def test_a_step_in_backward_is_traced_without_all_gradients() -> None:
     ("changes", "words"),
     [
         ({"optimizer_bits": 16}, "16-bit optimizer states"),
-        ({"optimizer_tier": "host"}, "states are in another"),
+        ({"optimizer_tier": "disk"}, "states are in a file"),
+        ({"compiled": True}, "fused by a compiler"),
+        ({"cards": 2, "sharding": "fsdp"}, "several cards"),
         ({"weights_tier": "host"}, "blocks visit it one by one"),
         ({"weights_tier": "host", **ADAPTED}, "blocks visit it one by one"),
     ],

@@ -11,7 +11,8 @@ from vramfit.errors import WontFit
 from vramfit.hardware.catalogue import Card, cards, machine_with
 from vramfit.hardware.devices import Machine
 from vramfit.models import catalogue
-from vramfit.planning.abilities import DESIGNED, SEVERAL_CARDS
+from vramfit.planning.abilities import DESIGNED, ENGINE, SEVERAL_CARDS, Abilities
+from vramfit.planning.cost import COMPARED, SETUP_RAM_GIB
 from vramfit.planning.plan import Forecast
 from vramfit.planning.planner import forecast_run
 from vramfit.planning.presets import GOALS, LADDER, TASTE_SECONDS, USUAL_DATA, Preset, preset, presets_of
@@ -34,13 +35,17 @@ def layers(model: str) -> int:
     return found.layers
 
 
-def replanned(one: Preset, machine: Machine, **changes: object) -> Forecast:
+def replanned(one: Preset, machine: Machine, *, abilities: Abilities = ENGINE, **changes: object) -> Forecast:
     """The planner's own answer to a preset's wish."""
     architecture = catalogue.find(str(changes.get("model", one.model)))
     assert architecture is not None
     values = {**one.changes, "model": {"source": architecture.name}}
     return forecast_run(
-        RunConfig.parse(values), architecture=architecture, machine=machine, workload=one.forecast.workload
+        RunConfig.parse(values),
+        architecture=architecture,
+        machine=machine,
+        workload=one.forecast.workload,
+        abilities=abilities,
     )
 
 
@@ -59,6 +64,18 @@ def test_every_card_has_a_run_for_every_goal_and_it_fits(card: Card) -> None:
         assert one.forecast.memory.host_bytes <= machine.ram_bytes
         # The same wish given to the planner is the same plan: nothing in a preset is its own.
         assert replanned(one, machine) == one.forecast
+
+
+@pytest.mark.parametrize(("name", "count"), COMPARED)
+def test_every_setup_of_several_cards_has_a_run_for_every_goal_and_it_fits(name: str, count: int) -> None:
+    machine = machine_with(name, count=count, ram_gib=SETUP_RAM_GIB)
+    found = presets_of(name, count=count, ram_gib=SETUP_RAM_GIB, abilities=SEVERAL_CARDS)
+    for goal, one in found.items():
+        assert one is not None, goal
+        assert one.forecast.fits
+        assert one.forecast.plan.cards == count
+        assert one.forecast.memory.host_bytes <= machine.ram_bytes
+        assert replanned(one, machine, abilities=SEVERAL_CARDS) == one.forecast
 
 
 @pytest.mark.parametrize("name", ["RTX 3060", "RTX 4090", "A770", "A100 80GB"])
