@@ -23,7 +23,17 @@ from vramfit.hardware import catalogue as cards
 from vramfit.hardware.devices import Machine
 from vramfit.models import catalogue as models
 from vramfit.models.architecture import Architecture
-from vramfit.planning.cost import COMPARED, ELECTRICITY_USD, SETUP_RAM_GIB, Comparison, Cost, Setup, compare, cost
+from vramfit.planning.cost import (
+    COMPARED,
+    ELECTRICITY_USD,
+    OWN_NOTE,
+    SETUP_RAM_GIB,
+    Comparison,
+    Cost,
+    Setup,
+    compare,
+    cost,
+)
 from vramfit.planning.explore import (
     METHODS,
     Outcome,
@@ -491,7 +501,11 @@ def _tokens_per_s(one: Cost, texts: Texts) -> str:
 
 
 def _sources(one: Cost, texts: Texts) -> str:
-    return texts["explore.cost.sources"].format(price=one.setup.price_note, rent=one.setup.rent_note)
+    price, rent = (
+        texts["explore.cost.given"] if note == OWN_NOTE else note
+        for note in (one.setup.price_note, one.setup.rent_note)
+    )
+    return texts["explore.cost.sources"].format(price=price, rent=rent)
 
 
 def _usd(value: float | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from ui.explore import Explorer, Look, budget_of, length_figure, map_table, page
 from ui.preview import Previewer
 from ui.texts import texts_of
 from vramfit.errors import ConfigError, UserError
+from vramfit.hardware import catalogue as cards
 from vramfit.hardware.catalogue import machine_with
 from vramfit.models import catalogue
 from vramfit.planning.explore import heat_map, over_lengths
@@ -124,6 +126,18 @@ def test_the_cost_of_two_setups_follows_the_prices_typed(explorer: Explorer) -> 
     dear = explorer.view("cost", {"a_price": "5000"}, EN)["html"]
     assert "$20,000" in usual["html"]
     assert "$40,000" in dear
+
+
+def test_a_typed_price_is_not_the_catalogues_and_says_so(explorer: Explorer) -> None:
+    texts, card = texts_of("zh"), cards.get("RTX 4090")
+    usual = explorer.view("cost", {}, EN)["html"]
+    typed = explorer.view("cost", {"a_price": "5000"}, EN)["html"]
+    assert html.escape(f"price: {card.price_note}; rent: {card.rent_note}.") in usual
+    assert html.escape(f"price: as you gave it; rent: {card.rent_note}.") in typed
+    assert html.escape(card.price_note) not in typed
+    shown = explorer.view("cost", {"a_price": "5000", "a_rent": "0.5"}, texts)["html"]
+    given = texts["explore.cost.given"]
+    assert texts["explore.cost.sources"].format(price=given, rent=given) in shown
 
 
 @pytest.mark.parametrize(

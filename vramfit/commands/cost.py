@@ -120,8 +120,7 @@ def _setup(text: str) -> tuple[Setup, float, cards.Card]:
     ram = values.pop("ram")
     if not 1 <= ram <= 1_048_576:
         raise _wrong("--setup", f"ram is {ram:g} GiB, it must be 1 to 1,048,576", "Give the GiB of RAM, such as 512.")
-    notes = {f"{name}_note": "as you gave it" for name in ("price", "rent") if name in values}
-    return Setup.of(card, count, **{_EDITABLE[name]: value for name, value in values.items()}, **notes), ram, card
+    return Setup.of(card, count, **{_EDITABLE[name]: value for name, value in values.items()}), ram, card
 
 
 def _amount(name: str, text: str) -> float:

@@ -31,6 +31,9 @@ USEFUL_HOURS: Final = 3 * 365 * 24 * 0.5
 COMPARED: Final = (("GeForce RTX 4090", 8), ("A100 80GB (SXM4/PCIe)", 4))
 """The two setups that are compared when nobody says which."""
 
+OWN_NOTE: Final = "as you gave it"
+"""Where a price is from that a person typed."""
+
 SETUP_RAM_GIB: Final = 512.0
 """RAM of compared setups: machines of many cards have that and more."""
 
@@ -57,7 +60,9 @@ class Setup:
 
     @classmethod
     def of(cls, card: Card, count: int = 1, **changes: Any) -> Setup:
-        """`count` of a catalogue's card, with what differs. Raises ConfigError for numbers that mean nothing."""
+        """`count` of a catalogue's card, with what differs: a price or rent that is given is not the catalogue's, and
+        says so. Raises ConfigError for numbers that mean nothing."""
+        own = {f"{name}_note": OWN_NOTE for name in ("price", "rent") if f"{name}_usd" in changes}
         values: dict[str, Any] = {
             "name": f"{count} x {card.name}",
             "cards": count,
@@ -67,7 +72,7 @@ class Setup:
             "rent_usd": card.rent_usd,
             "rent_note": card.rent_note,
         }
-        found = cls(**{**values, **changes})
+        found = cls(**{**values, **own, **changes})
         found.check()
         return found
 

@@ -8,7 +8,7 @@ import pytest
 
 from vramfit.errors import ConfigError
 from vramfit.hardware import catalogue
-from vramfit.planning.cost import Setup, compare, cost
+from vramfit.planning.cost import OWN_NOTE, Setup, compare, cost
 
 TWO = Setup(
     name="two", cards=2, price_usd=1000, price_note="made up", power_watts=400, rent_usd=0.5, electricity_usd=0.25,
@@ -61,6 +61,8 @@ def test_every_number_may_be_edited() -> None:
 
     assert setup.bought_usd == 1400
     assert setup.price_note == "mine"
+    assert Setup.of(catalogue.get("RTX 3090"), price_usd=700).price_note == OWN_NOTE
+    assert Setup.of(catalogue.get("RTX 3090"), price_usd=700).rent_note == catalogue.get("RTX 3090").rent_note
     assert cost(setup, tokens=1e6, tokens_per_s=100).electricity_usd == pytest.approx(
         1e4 / 3600 * setup.watts / 1e3 * 0.4
     )
