@@ -30,6 +30,24 @@ def test_a_70b_base_in_4_bits_is_larger_than_a_4090() -> None:
     assert 37 < answer.figure("GiB of RAM when blocks stream") < 96
 
 
+def test_70b_streams_in_the_21_gb_claimed_and_in_half_of_them() -> None:
+    answer = seventy_on_24()
+    fast, claimed, least = (answer.figure(f"tokens/s {words}") for words in ("when", "with 21 GB", "with the least"))
+    stay, used = (
+        answer.figure("blocks of 80 that stay with 21 GB"),
+        answer.figure("GiB of the card with a budget of 21"),
+    )
+    # 2 matrices of 128,256 x 8,192 in 16 bits, a slot each of 2 blocks of 0.41 GiB, and the driver's 0.6 GiB
+    outside, block = 2 * 2 * 128_256 * 8_192 / 2**30, 855_638_016 * 0.516 / 2**30
+
+    assert outside + (2 + stay) * block + 0.6 < used <= 21e9 / 2**30
+    assert stay > 0
+    assert outside + 2 * block + 0.6 < answer.figure("GiB of the card at the least") < 21 / 2
+    # A sequence of 2,048 tokens takes longer to compute than the blocks take to come, twice over 25.5 GB/s.
+    assert 2048 / fast > 2 * 80 * 855_638_016 * 0.516 / 25.5e9
+    assert 0.85 * fast < least < claimed <= fast
+
+
 def test_130b_cannot_do_a_step_a_second_whatever_its_tokens() -> None:
     answer = hundred_thirty_per_second()
     model = catalogue.find("THUDM/glm-130b")
