@@ -13,6 +13,16 @@ _COLOURS: Final = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891
 _SIZE, _LEFT, _TOP, _LEGEND = 520, 64, 44, 190
 
 
+_ASSUMED_MACHINE: Final = (
+    "",
+    '''The speed of one source's 3090s rests on an assumption: its text says "older motherboard and slow PCI lanes"''',
+    "and 280 W a card, and PCIe 3.0 x8 (6.4 GB/s) is what is made of that. Of its 70B that streams (QLoRA, parameters",
+    "in RAM, two cards) the estimate is 12 % below the published tokens/s so, and 24 % above with the catalogue's link",
+    "and power. On two 4090s, as the catalogue has them, it is 18 % below. Reserved memory of both is 16 % below.",
+)
+"""What `reference_speed.MACHINES` makes of a source's words, and what that is worth; a test has the figures."""
+
+
 class Compared(Protocol):
     """A row of the comparison, as `estimator_accuracy.Compared` is."""
 
@@ -51,8 +61,9 @@ def _page(found: dict[str, Any], rows: Sequence[Compared]) -> Iterator[str]:
         "",
         "Predicted against published measurements; `python bench/estimator_accuracy.py ROWS.csv --oom OOM.csv`",
         "writes this page. Errors are relative. Memory allocated is derived, nothing in it fitted: a program's",
-        "record says what it keeps and makes, and the same formulas hold for all. Two numbers are not derived: how",
-        "much more sharded frozen blocks fragment than the replay says (1.5, from 22 completed runs), and the",
+        "record says what it keeps and makes, and the same formulas hold for all. Three numbers are not derived: how",
+        "much more sharded frozen blocks fragment than the replay says (1.5, from 22 completed runs), the 0.55 GiB",
+        "that driver and libraries take of a card at least (an A100's context, read off two of these rows), and the",
         "overhead the planner adds per phase (from replays of our own program). Copies of one measurement count",
         "once; in the second line every source weighs the same.",
         "",
@@ -65,6 +76,7 @@ def _page(found: dict[str, Any], rows: Sequence[Compared]) -> Iterator[str]:
     yield _line("allocated or reserved, quality A and B", found["all_AB"], "5 % / 20 %")
     yield ""
     yield from _fits(found)
+    yield from _ASSUMED_MACHINE
     for field in ("program", "method", "recompute", "metric", "source"):
         yield from ("", f"## By {field}", "", f"| {field} | rows | median | 90th percentile |", "|---|---:|---:|---:|")
         yield from (_line(_short(name), value) for name, value in found["by"][field].items())

@@ -30,8 +30,9 @@ HELD_FRAGMENTATION: Final = 1.5
 
 LEAST_OUTSIDE_BYTES: Final = int(0.55 * GIB)
 """What others than the allocator take of a card at least: one process's context on an A100, by `nvidia-smi` less
-reserved where the simulated reserved figure is the published one. NCCL adds 0.1 GiB over PCIe and about 1 GiB over
-NVLink. That a run does not fit should be said without counting on more than this."""
+reserved where the simulated reserved figure is the published one (read off two published rows and not derived, which
+docs/accuracy.md says). NCCL adds 0.1 GiB over PCIe and about 1 GiB over NVLink. That a run does not fit should be said
+without counting on more than this."""
 
 
 _SIMULATED: Final = ("cuda", "xpu")
