@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,9 +11,10 @@ from ui.form import field_of
 from ui.texts import Texts
 from vramfit.errors import Problem, VramfitError, WontFit
 from vramfit.planning.abilities import untraced
+from vramfit.planning.cost import cost_of_run
 from vramfit.planning.plan import MEMORY_KINDS, Alternative, Forecast, MemoryEstimate, Plan
 from vramfit.planning.reasons import ASSUMED
-from vramfit.units import format_bytes, format_count, format_duration
+from vramfit.units import format_bytes, format_count, format_duration, format_usd
 
 MIN_SHARE: Final = 0.0005
 """A part smaller than this share of the bar gets no segment (it stays in the legend)."""
@@ -88,7 +89,8 @@ def forecast_card(
         body.append(f'<p class="vf-note">{_esc(off)}</p>')
     body += [
         _reasons(forecast, texts),
-        _phases(memory, texts),
+        _speed(forecast, texts),
+        _phases(forecast, texts),
         _alternatives(forecast, texts),
         _check(check, plan, texts),
     ]
@@ -173,8 +175,15 @@ def _facts(forecast: Forecast, texts: Texts) -> str:
         ("host", format_bytes(forecast.memory.host_bytes)),
         ("disk", format_bytes(forecast.memory.disk_bytes)),
     )
+    memory = forecast.memory
+    written = texts["estimate.written"].format(
+        step=format_bytes(memory.written_per_step_bytes),
+        checkpoint=format_bytes(memory.written_per_checkpoint_bytes),
+        count=forecast.checkpoints,
+        all=format_bytes(forecast.written_bytes),
+    )
     cells = "".join(f"<div><dt>{_esc(texts['estimate.' + key])}</dt><dd>{_esc(text)}</dd></div>" for key, text in facts)
-    return f'<dl class="vf-facts">{cells}</dl>'
+    return f'<dl class="vf-facts">{cells}</dl><div class="vf-sub vf-written">{_esc(written)}</div>'
 
 
 def _assumed(forecast: Forecast, texts: Texts) -> str:
@@ -203,9 +212,53 @@ def _reasons(forecast: Forecast, texts: Texts) -> str:
     )
 
 
-def _phases(memory: MemoryEstimate, texts: Texts) -> str:
+def _speed(forecast: Forecast, texts: Texts) -> str:
+    """A step's seconds by what takes them, and what follows for the run."""
+    speed = forecast.speed
+    shown = [(name, seconds) for name, seconds in speed.bounds.items() if seconds >= MIN_SHARE * speed.step_seconds]
+    left, drawn, legend = 0.0, "", ""
+    for name, seconds in shown:
+        width, word = seconds / speed.step_seconds, _esc(texts[f"bound.{name}"])
+        drawn += (
+            f'<span class="vf-part vf-bound-{name}" style="left:{left:.3%};width:{width:.3%}" '
+            f'title="{word}: {seconds:.3g} s"></span>'
+        )
+        legend += f'<li><i class="vf-dot vf-bound-{name}"></i>{word}<b>{seconds:.3g} s</b></li>'
+        left += width
+    label = _esc(texts["speed.bar"].format(seconds=f"{speed.step_seconds:.3g}"))
+    bar = f'<div class="vf-bar" role="img" aria-label="{label}">{drawn}</div><ul class="vf-legend">{legend}</ul>'
     rows = "".join(
-        f"<tr><th>{_esc(texts.phase(phase.name))}</th><td><b>{format_bytes(phase.total_bytes)}</b></td></tr>"
+        f"<tr><th>{_esc(texts[f'speed.{key}'])}</th><td><b>{_esc(text)}</b></td></tr>"
+        for key, text in _speed_facts(forecast, texts)
+    )
+    return (
+        f'<details class="vf-fold vf-speed-fold"><summary>{_esc(texts["estimate.speed"])}</summary>'
+        f'<div class="vf-sub">{label}</div>{bar if shown else ""}<table class="vf-reasons">{rows}</table></details>'
+    )
+
+
+def _speed_facts(forecast: Forecast, texts: Texts) -> Iterator[tuple[str, str]]:
+    """Rates; energy and money where the card's watts and prices are known."""
+    speed, costs = forecast.speed, cost_of_run(forecast)
+    yield "steps", f"{speed.steps_per_s:.3g}"
+    yield "mfu", f"{speed.mfu:.0%}"
+    if costs is None:
+        return
+    yield "kwh", f"{costs.kwh:.3g} kWh"
+    price = f"${costs.setup.electricity_usd:g}"
+    yield "electricity", texts["speed.at.kwh"].format(usd=format_usd(costs.electricity_usd), price=price)
+    if costs.rented_usd is not None:
+        price = f"${costs.setup.rent_usd:g}"
+        yield "rented", texts["speed.at.hour"].format(usd=format_usd(costs.rented_usd), price=price)
+
+
+def _phases(forecast: Forecast, texts: Texts) -> str:
+    """Every phase with what it takes of the device; where that is RAM, a checkpoint's copy lies there, too."""
+    memory = forecast.memory
+    copy = memory.save_copy_bytes if memory.saves_aside and forecast.plan.device == "cpu" else 0
+    rows = "".join(
+        f"<tr><th>{_esc(texts.phase(phase.name))}</th>"
+        f"<td><b>{format_bytes(phase.total_bytes + (copy if phase.name == 'save' else 0))}</b></td></tr>"
         for phase in memory.phases
     )
     title = _esc(texts["estimate.phases"])

@@ -47,11 +47,13 @@ from vramfit.planning.other_programs import Elsewhere
 from vramfit.planning.plan import Workload
 from vramfit.planning.presets import LADDER
 from vramfit.planning.search import Search
-from vramfit.units import GIB, format_bytes, format_count, format_duration
+from vramfit.units import GIB, format_bytes, format_count, format_duration, format_usd
 
 KEPT: Final = 64
 FIRST_MODEL: Final = "Qwen/Qwen3-8B"
 MILLION_TOKENS: Final = 100.0
+WHOLE: Final = ("count", "length")
+"""Numbers of which there are no parts."""
 MOST: Final = {"count": 64, "ram": 1 << 20, "length": 1 << 22}
 
 
@@ -74,16 +76,20 @@ class Look:
         count = _number(query, "count", 1, texts, problems)
         ram = _number(query, "ram", 0, texts, problems)
         length = _number(query, "length", 2048, texts, problems)
+        method = query.get("method") or "lora"
+        if method not in METHODS:
+            what = texts["explore.wrong.method"].format(text=method[:40])
+            remedy = texts["explore.wrong.method.remedy"].format(known=", ".join(METHODS))
+            problems.append(Problem(field="method", what=what, remedy=remedy))
         if problems:
             raise ConfigError(problems)
-        method = query.get("method", "lora")
         return cls(
             card=query.get("card", "auto"),
             count=int(count),
             ram_gib=ram or None,
             length=int(length),
             model=query.get("model") or FIRST_MODEL,
-            method=cast(Method, method if method in METHODS else "lora"),
+            method=cast(Method, method),
         )
 
 
@@ -94,9 +100,11 @@ def _number(query: Mapping[str, str], name: str, usual: float, texts: Texts, pro
         value = float(text) if text else float(usual)
     except ValueError:
         value = -1.0
-    if not least <= value <= most:
+    if not least <= value <= most or (name in WHOLE and not value.is_integer()):
         what = texts["explore.wrong"].format(label=texts[f"explore.{name}"], text=text[:40])
-        remedy = texts["explore.wrong.remedy"].format(least=least, most=f"{most:,.0f}")
+        remedy = texts["explore.wrong.whole" if name in WHOLE else "explore.wrong.remedy"].format(
+            least=least, most=f"{most:,.0f}"
+        )
         problems.append(Problem(field=name, what=what, remedy=remedy))
     return value
 
@@ -509,7 +517,7 @@ def _sources(one: Cost, texts: Texts) -> str:
 
 
 def _usd(value: float | None) -> str:
-    return "–" if value is None else f"${value:,.2f}" if value < 1000 else f"${value:,.0f}"
+    return "–" if value is None else format_usd(value)
 
 
 def _ratio(first: Cost, second: Cost, name: str) -> float | None:

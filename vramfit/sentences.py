@@ -71,11 +71,10 @@ def _value(found: Any) -> Value:
 
 ENGLISH: Final[Mapping[str, str]] = {
     "you": "You set it",
-    "model.counted": "VRAMFit does not know the family '{family}': its parameters were counted, and its blocks are "
-    "taken for a Llama's of the same widths",
+    "model.counted": "VRAMFit does not know the family '{family}': its {count} parameters were counted, and its blocks "
+    "are taken for a Llama's of the same widths",
     "model.whole": "transformers has no class for the decoder alone: {count} parameters of its other parts are loaded "
     "and counted, too",
-    "model.parameters": "{count} parameters",
     "budget.free": "{free} of {place} are free, less {reserve} kept in reserve for everything else that runs",
     "budget.short": "You asked for {wish}, but only {free}",
     "budget.card": "{name}'s memory",
@@ -203,6 +202,7 @@ ENGLISH: Final[Mapping[str, str]] = {
     "other.slower": "It fits, and a step takes {share} longer",
     "assumed.keys": "config.json does not say {keys}: taken as transformers does",
     "assumed.ours": "config.json does not say {keys}: assumed",
+    "assumed.method": "No method was named: LoRA is taken (--method)",
     "assumed.data": "No data was named: {sequences} sequences, all as long as allowed, are assumed",
     "assumed.ram": "{ram} of RAM and {disk} of free disk are assumed",
     "assumed.disk": "{disk} of free disk are assumed",
@@ -310,6 +310,7 @@ PHASES: Final[Mapping[str, str]] = {
     "embedding": "backward of the embedding",
     "step": "optimizer step",
     "evaluation": "evaluation",
+    "save": "saving a checkpoint",
     "calibration": "comparison with fp32",
 }
 """Phases of a step, by the planner's names; `block` is the phase of one block."""

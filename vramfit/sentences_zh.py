@@ -4,9 +4,8 @@ from __future__ import annotations
 
 SENTENCES: dict[str, str] = {
     "you": "由您设定",
-    "model.counted": "VRAMFit 不认识 '{family}' 系列：参数量是数出来的，各层按同样宽度的 Llama 计算",
+    "model.counted": "VRAMFit 不认识 '{family}' 系列：{count} 个参数是数出来的，各层按同样宽度的 Llama 计算",
     "model.whole": "transformers 没有单独的解码器类：其他部分的 {count} 个参数也会载入，并已计入",
-    "model.parameters": "{count} 个参数",
     "budget.free": "{place}空闲 {free}，其中 {reserve} 留给其他程序",
     "budget.short": "您要求 {wish}，但{free}",
     "budget.card": "{name} 的显存",
@@ -128,6 +127,7 @@ SENTENCES: dict[str, str] = {
     "other.slower": "放得下，但每步多用 {share} 的时间",
     "assumed.keys": "config.json 没有写 {keys}：按 transformers 的规则取值",
     "assumed.ours": "config.json 没有写 {keys}：按此假设",
+    "assumed.method": "没有指定方法：采用 LoRA（--method）",
     "assumed.data": "没有给出数据：假设有 {sequences} 条序列，都达到允许的最大长度",
     "assumed.ram": "假设有 {ram} 内存和 {disk} 空闲磁盘",
     "assumed.disk": "假设有 {disk} 空闲磁盘",
@@ -250,6 +250,7 @@ PHASES: dict[str, str] = {
     "embedding": "词嵌入的反向",
     "step": "优化器更新",
     "evaluation": "测试",
+    "save": "保存检查点",
     "calibration": "与 fp32 比较",
 }
 

@@ -56,6 +56,13 @@ def format_count(number: float) -> str:
     return f"{number:.0f}"
 
 
+def format_usd(dollars: float) -> str:
+    """US dollars: `< $0.01`, `$1.20`, `$1,250`."""
+    if 0 < dollars < 0.01:
+        return "< $0.01"
+    return f"${dollars:,.2f}" if dollars < 1000 else f"${dollars:,.0f}"
+
+
 def format_terabytes(size: float) -> str:
     """Bytes in the decimal unit that drives are rated in, to two figures: `0.33 TB`, `2,400 TB`, `< 0.01 TB`."""
     return f"{_two_figures(size / 1e12)} TB"

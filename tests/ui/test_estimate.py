@@ -77,6 +77,48 @@ def test_the_card_shows_every_number_with_its_unit() -> None:
     assert re.search(r"Loss</th><td><b>fused</b> <em[^>]*>you</em>", page)
 
 
+def test_the_speed_is_split_by_what_takes_it_with_energy_and_money() -> None:
+    """3,700 s on one 4090 at its limit: 450 W x 0.85 and 150 W of the rest are 0.547 kWh, at 17 cents 9 cents."""
+    speed = SpeedEstimate(
+        step_seconds=4.0,
+        tokens_per_s=5200,
+        bounds={"compute": 3.0, "memory": 1.0, "launch": 0.0},
+        flops_per_step=1,
+        rate_source="catalogue",
+        mfu=0.43,
+        watts=450.0,
+    )
+    page = forecast_card(dataclasses.replace(_forecast(), speed=speed, card="RTX 4090"), EN, device_name="RTX 4090")
+    assert "vf-bound-compute" in page and "width:75.000%" in page and "left:75.000%" in page
+    assert "vf-bound-launch" not in page
+    for text in (
+        "A step takes 4 s",
+        "<b>43%</b>",
+        "<b>0.25</b>",
+        "0.547 kWh",
+        "$0.09 at $0.17 a kWh",
+        "an hour a card",
+    ):
+        assert text in page
+    without = forecast_card(dataclasses.replace(_forecast(), speed=speed, card="CPU"), EN, device_name="CPU")
+    assert "kWh" not in without and "<b>43%</b>" in without
+
+
+def test_what_is_written_to_disk_is_one_line() -> None:
+    memory = dataclasses.replace(_forecast().memory, written_per_step_bytes=GIB, written_per_checkpoint_bytes=10 * GIB)
+    found = dataclasses.replace(_forecast(), memory=memory, steps=100, checkpoints=5)
+    line = "Written to disk: 1.0 GiB a step, 10.0 GiB a checkpoint (5), 150.0 GiB in all."
+    assert line in forecast_card(found, EN, device_name="RTX 4090")
+
+
+def test_saving_is_among_the_phases_with_its_copy_where_ram_is_the_device() -> None:
+    phases = (PhaseMemory(name="save", parts={"weights": 4 * GIB}), *_forecast().memory.phases)
+    memory = dataclasses.replace(_forecast().memory, phases=phases, save_copy_bytes=3 * GIB, saves_aside=True)
+    for device, size in (("cpu", "7.0 GiB"), ("cuda:0", "4.0 GiB")):
+        page = forecast_card(dataclasses.replace(_forecast(device=device), memory=memory), EN, device_name="x")
+        assert f"saving a checkpoint</th><td><b>{size}</b>" in page
+
+
 def test_nothing_from_the_planner_can_become_markup() -> None:
     assert "<b>no</b>" not in forecast_card(_forecast(), EN, device_name="<script>")
     assert "<script>" not in forecast_card(_forecast(), EN, device_name="<script>")

@@ -31,8 +31,19 @@ def test_a_look_names_every_number_that_is_none() -> None:
     with pytest.raises(ConfigError) as caught:
         Look.of({"count": "0", "length": "many", "ram": "64"}, EN)
     assert [problem.field for problem in caught.value.problems] == ["count", "length"]
-    look = Look.of({"count": "2", "ram": "", "length": "4,096", "method": "nonsense"}, EN)
+    look = Look.of({"count": "2", "ram": "", "length": "4,096"}, EN)
     assert (look.count, look.ram_gib, look.length, look.method) == (2, None, 4096, "lora")
+
+
+@pytest.mark.parametrize(
+    ("query", "said"), [({"count": "2.7"}, "'2.7'"), ({"length": "99.5"}, "'99.5'"), ({"method": "dpo"}, "'dpo'")]
+)
+def test_a_look_is_never_another_than_was_asked_for(query: dict[str, str], said: str) -> None:
+    for language in ("en", "zh"):
+        with pytest.raises(ConfigError) as caught:
+            Look.of(query, texts_of(language))
+        (problem,) = caught.value.problems
+        assert said in problem.what
 
 
 def test_the_map_has_a_cell_for_every_model_and_method(explorer: Explorer) -> None:

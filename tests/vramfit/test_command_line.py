@@ -97,6 +97,25 @@ def test_a_program_without_a_record_is_refused_with_those_there_are(
     assert "unsloth" in said or "--cards 2" in said
 
 
+def test_an_estimate_tells_what_bounds_it_and_what_it_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    values = answer(capsys, "estimate", *QWEN_ON_4090, "--max-steps", "100")
+    speed, memory, cost = values["speed"], values["memory"], values["cost"]
+    assert speed["steps_per_s"] == pytest.approx(1 / speed["step_seconds"])
+    assert speed["bound_by"] == max(speed["bounds"], key=speed["bounds"].get)
+    assert values["kwh"] == pytest.approx(100 * speed["step_seconds"] * 450 / 3.6e6)
+    assert cost["kwh"] == pytest.approx(100 * speed["step_seconds"] * (0.85 * 450 + 150) / 3.6e6)
+    assert cost["electricity_usd"] == pytest.approx(0.17 * cost["kwh"])
+    assert values["checkpoints"] == 10
+    assert values["written_bytes"] == 10 * memory["written_per_checkpoint_bytes"]
+    assert memory["phases"][-1]["name"] == "save"
+    assert main(["estimate", *LLAMA_ON_4090]) == 0
+    said = capsys.readouterr().out
+    for words in ("Run             meta-llama/Llama-3.1-8B, lora on GeForce RTX 4090", "MFU ", "  compute ", " kWh, "):
+        assert words in said
+    assert "Assumed         No method was named: LoRA is taken (--method)" in said
+    assert "No method was named" not in str(answer(capsys, "estimate", *LLAMA_ON_4090, "--set", "method=qlora"))
+
+
 def test_plan_gives_a_reason_for_each_choice(capsys: pytest.CaptureFixture[str]) -> None:
     values = answer(capsys, "plan", *LLAMA_ON_4090, "--method", "qlora", "--set", "memory.loss=chunked")
     reasons = values["plan"]["reasons"]

@@ -13,6 +13,7 @@ from vramfit.units import (
     format_percent,
     format_terabytes,
     format_there,
+    format_usd,
 )
 
 
@@ -79,3 +80,10 @@ def test_what_is_needed_is_rounded_up_and_what_is_there_down(size: float) -> Non
 
     assert read(format_there(size)) <= size <= read(format_needed(size)) * 1.0000001
     assert format_needed(12.5 * 2**30) == format_there(12.5 * 2**30) == "12.5 GiB"
+
+
+@pytest.mark.parametrize(
+    ("dollars", "text"), [(0, "$0.00"), (0.004, "< $0.01"), (1.2, "$1.20"), (999.5, "$999.50"), (1250.4, "$1,250")]
+)
+def test_dollars(dollars: float, text: str) -> None:
+    assert format_usd(dollars) == text

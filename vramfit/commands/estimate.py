@@ -5,19 +5,22 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Iterator
 from typing import Any, Final
 
 from vramfit.commands import wish
 from vramfit.errors import ConfigError, Problem, WontFit
 from vramfit.planning.abilities import missing
+from vramfit.planning.cost import cost_of_run
 from vramfit.planning.other_programs import Run, elsewhere
-from vramfit.planning.plan import Forecast, Plan
+from vramfit.planning.plan import Forecast, Plan, SpeedEstimate
 from vramfit.planning.program import OURS, PROGRAMS
 from vramfit.planning.reasons import ASSUMED
 from vramfit.planning.start import sequences_of_step
-from vramfit.units import format_bytes, format_count, format_duration
+from vramfit.units import format_bytes, format_count, format_duration, format_usd
 
 SHARDINGS: Final = ("ddp", "zero1", "zero2", "zero3", "fsdp")
+_COSTS: Final = ("hours", "kwh", "electricity_usd", "wear_usd", "rented_usd")
 RECOMPUTES: Final = ("none", "selective", "all")
 
 
@@ -45,12 +48,12 @@ def run(options: argparse.Namespace) -> None:
         forecast = wish.forecast_from(options)
     except WontFit as error:
         if options.json:
-            print_json({**(error.forecast.to_json() if error.forecast else {}), **refusal(error)})
+            print_json({**(values_of(error.forecast) if error.forecast else {}), **refusal(error)})
         elif error.forecast is not None:
             print(describe(error.forecast))
         raise
     if options.json:
-        print_json(forecast.to_json())
+        print_json(values_of(forecast))
     else:
         print(describe(forecast))
 
@@ -60,7 +63,7 @@ def _show_elsewhere(options: argparse.Namespace) -> None:
     forecast = elsewhere_from(options)
     needs = missing(forecast.plan) if options.program == OURS.name else ()
     if options.json:
-        print_json({**forecast.to_json(), "program": options.program, "needs": needs})
+        print_json({**values_of(forecast), "program": options.program, "needs": needs})
         return
     print(f"Program         {options.program}, {_way(forecast.plan)}")
     if needs:
@@ -134,6 +137,13 @@ def _way(plan: Plan) -> str:
     return ", ".join([*parts, f"{plan.loss} loss"])
 
 
+def values_of(forecast: Forecast) -> dict[str, Any]:
+    """The forecast as plain values, with what its run costs where prices are known."""
+    costs = cost_of_run(forecast)
+    known = None if costs is None else {key: getattr(costs, key) for key in _COSTS}
+    return {**forecast.to_json(), "cost": known}
+
+
 def print_json(values: dict[str, Any]) -> None:
     print(json.dumps(values, ensure_ascii=False, indent=1))
 
@@ -155,7 +165,9 @@ def describe(forecast: Forecast) -> str:
     """The estimate in a few lines of text."""
     memory, speed, plan = forecast.memory, forecast.speed, forecast.plan
     workload, where = forecast.workload, "RAM" if plan.device == "cpu" else "Device memory"
+    on = f" on {forecast.card}" if forecast.card else ""
     lines = [
+        f"Run             {forecast.model}, {plan.method}{on}",
         f"Data            {workload.sequences:,} sequences of {workload.mean_tokens:,.0f} tokens on average, "
         f"the longest {workload.longest_tokens:,}{'' if workload.exact else ' (estimated)'}",
         f"{where:<16}{format_bytes(memory.device_bytes)} of {format_bytes(plan.budget_bytes)} "
@@ -167,9 +179,38 @@ def describe(forecast: Forecast) -> str:
     lines += [
         *([] if plan.device == "cpu" else [f"Host RAM        {format_bytes(memory.host_bytes)}"]),
         f"Disk            {format_bytes(memory.disk_bytes)}",
-        f"Speed           {format_count(speed.tokens_per_s)} tokens/s, {speed.step_seconds:.2f} s a step "
-        f"(rates: {speed.rate_source})",
+        f"Written         {format_bytes(memory.written_per_step_bytes)} a step, "
+        f"{format_bytes(memory.written_per_checkpoint_bytes)} a checkpoint ({forecast.checkpoints}), "
+        f"{format_bytes(forecast.written_bytes)} in all",
+        f"Speed           {format_count(speed.tokens_per_s)} tokens/s, {speed.step_seconds:.2f} s a step, "
+        f"{speed.steps_per_s:.3g} steps/s, MFU {speed.mfu:.0%} (rates: {speed.rate_source})",
+        *_bounds(speed),
         f"Time            {format_duration(forecast.seconds)} for {forecast.steps} steps",
+        *_energy(forecast),
     ]
     lines += [f"Assumed         {choice.reason.rstrip('.')}" for choice in plan.reasons if choice.setting == ASSUMED]
     return "\n".join(lines)
+
+
+def _bounds(speed: SpeedEstimate) -> Iterator[str]:
+    """Seconds of a step by what takes them."""
+    for name, seconds in speed.bounds.items():
+        if seconds >= 0.0005 * speed.step_seconds:
+            yield f"  {name:<14}{seconds:.3g} s ({seconds / speed.step_seconds:.1%})"
+
+
+def _energy(forecast: Forecast) -> Iterator[str]:
+    """Energy and money, where the card's watts and prices are known."""
+    costs = cost_of_run(forecast)
+    if costs is None:
+        return
+    setup = costs.setup
+    rented = (
+        ""
+        if costs.rented_usd is None
+        else f"; rented {format_usd(costs.rented_usd)} at ${setup.rent_usd:g} an hour a card"
+    )
+    yield (
+        f"Energy          {costs.kwh:.3g} kWh, the machine's rest included: {format_usd(costs.electricity_usd)} at "
+        f"${setup.electricity_usd:g} a kWh{rented}"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from vramfit.commands import wish
-from vramfit.commands.estimate import describe, print_json, refusal
+from vramfit.commands.estimate import describe, print_json, refusal, values_of
 from vramfit.errors import WontFit
 from vramfit.planning.reasons import ASSUMED
 
@@ -21,7 +21,7 @@ def run(options: argparse.Namespace) -> None:
             print_json(refusal(error))
         raise
     if options.json:
-        print_json(forecast.to_json())
+        print_json(values_of(forecast))
         return
     for choice in forecast.plan.reasons:
         if choice.setting == ASSUMED:  # told below, with the estimate

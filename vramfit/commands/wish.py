@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that `estimate` and `plan` share."""
     parser.add_argument("config", nargs="?", type=Path, metavar="RUN.yaml", help="a run as exported from the panel")
     parser.add_argument("--model", help="starter, a folder, or a model id")
-    parser.add_argument("--method", help="pretrain, full, lora or qlora")
+    parser.add_argument("--method", help="pretrain, full, lora or qlora; for a model that was named lora when not said")
     parser.add_argument("--data", action="append", metavar="PATH", help="a data file; may be given several times")
     parser.add_argument("--max-length", help="tokens per sequence")
     parser.add_argument("--micro-batch", help="sequences in one forward pass")
@@ -92,19 +92,36 @@ def forecast_from(options: argparse.Namespace) -> Forecast:
 
 def asked_from(options: argparse.Namespace) -> Asked:
     """The run, the machine and how much there is to train. Raises UserError."""
-    config = config_from(options)
+    values = _values(options)
+    config, assumes_method = _config(options, values), "method" not in values and _names_model(options)
     architecture = architecture_of(config.model)
     limit, named = length_limit(config, architecture), bool(options.config or options.data)
     machine = machine_from(options)
     if not named and config.model.source != STARTER_MODEL:
         note = say("assumed.data", sequences=f"{ASSUMED_SEQUENCES:,}")
         machine = dataclasses.replace(machine, notes=(*machine.notes, note))
+    if assumes_method:
+        machine = dataclasses.replace(machine, notes=(*machine.notes, say("assumed.method")))
     work = workload_of(config, max_length=limit, named=named)
     return Asked(config=config, architecture=architecture, machine=machine, workload=work)
 
 
 def config_from(options: argparse.Namespace) -> RunConfig:
     """The file's settings, then the flags on top of them. Raises ConfigError."""
+    return _config(options, _values(options))
+
+
+def _config(options: argparse.Namespace, values: dict[str, Any]) -> RunConfig:
+    """A model that was named is tuned with LoRA unless something says otherwise."""
+    return RunConfig.parse({"method": "lora", **values} if _names_model(options) else values)
+
+
+def _names_model(options: argparse.Namespace) -> bool:
+    return bool(options.model) and options.model != STARTER_MODEL
+
+
+def _values(options: argparse.Namespace) -> dict[str, Any]:
+    """What the file and the flags say. Raises ConfigError."""
     base = RunConfig.from_file(options.config) if options.config else RunConfig()
     values = base.model_dump(mode="json", exclude_unset=True)
     for flag, setting in _SHORT_FLAGS.items():
@@ -114,9 +131,7 @@ def config_from(options: argparse.Namespace) -> RunConfig:
         _put(values, "data.paths", list(options.data))
     for assignment in options.set:
         _put(values, *_assigned(assignment))
-    if options.model and options.model != STARTER_MODEL:
-        values.setdefault("method", "lora")
-    return RunConfig.parse(values)
+    return values
 
 
 def _assigned(assignment: str) -> tuple[str, Any]:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from vramfit.errors import ConfigError, Problem
-from vramfit.hardware.catalogue import Card
+from vramfit.hardware.catalogue import Card, find
+from vramfit.planning.plan import Forecast
 
 ELECTRICITY_USD: Final = 0.17
 """US dollars a kWh: the average of households in the United States in 2025. To be edited: 0.08 to 0.45 elsewhere."""
@@ -160,6 +161,16 @@ def cost(setup: Setup, *, tokens: float, tokens_per_s: float) -> Cost:
         wear_usd=setup.bought_usd * hours / setup.useful_hours,
         rented_usd=hours * setup.cards * setup.rent_usd if setup.rent_usd else None,
     )
+
+
+def cost_of_run(forecast: Forecast) -> Cost | None:
+    """What a forecast's run costs on its cards, at the catalogue's prices; None for a card it does not have, such as a
+    CPU, whose watts nobody knows."""
+    card, plan, speed = find(forecast.card), forecast.plan, forecast.speed
+    if card is None or not speed.watts or not forecast.seconds > 0:
+        return None
+    setup = Setup.of(card, plan.cards, power_watts=speed.watts / plan.cards)
+    return cost(setup, tokens=speed.tokens_per_s * forecast.seconds, tokens_per_s=speed.tokens_per_s)
 
 
 @dataclass(frozen=True, kw_only=True)

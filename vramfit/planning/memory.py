@@ -11,6 +11,7 @@ card. The peak is the largest phase, never their sum:
     embedding   states + root + all gradients + the embedding's dense gradient beside the one it is added to
     step        states + all gradients + the optimizer's temporaries
     evaluation  states + root + one block's forward, or logits: nothing kept
+    save        states: what is saved goes to RAM tensor by tensor, and adds nothing on the device
     calibration where the run compares itself with fp32: the loss and backward of one micro-batch in fp32, with all
                 gradients, and the fp32 copies of 16-bit weights that backward needs
 
@@ -65,6 +66,7 @@ def estimate_memory(
         work.embedding_phase(),
         work.step_phase(),
         work.evaluation_phase(),
+        work.save_phase(),
         *(work.calibration_phases(workload) if plan.calibrates else ()),
     )
     peak = max(phases, key=lambda phase: phase.total_bytes)
@@ -505,6 +507,11 @@ class Work(Standing):
             weights=casts + self.head_cast + self.root + (self.visiting_head if head_visits(self.plan) else 0.0),
         )
         return max(*in_blocks, at_head, key=lambda phase: phase.total_bytes)
+
+    def save_phase(self) -> PhaseMemory:
+        """Between two steps: gradients are there only where recorded launches write to their places. A copy in RAM
+        (`save_copy_bytes`) is taken where there is room, so it is no part of what a run needs."""
+        return self.phase("save", gradients=self.gradients if self.plan.records_graphs else 0.0)
 
     def calibration_phases(self, workload: Workload) -> tuple[PhaseMemory, ...]:
         """One micro-batch in fp32 before a step (`vramfit.engine.drift`): nothing is held of others, all gradients are

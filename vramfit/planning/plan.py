@@ -260,7 +260,7 @@ class SpeedEstimate:
     @property
     def bound_by(self) -> str:
         """What takes most of a step."""
-        return max(self.bounds, key=lambda name: self.bounds[name])
+        return max(self.bounds, key=lambda name: self.bounds[name], default="")
 
     @property
     def step_joules(self) -> float:
@@ -287,7 +287,10 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What the form shows beside Start, and what the child checks again before step 1."""
+    """What the form shows beside Start, and what the child checks again before step 1.
+
+    `checkpoints` is how many will be written, by their cadence; `model` and `card` are what it is about, by name.
+    """
 
     plan: Plan
     memory: MemoryEstimate
@@ -296,10 +299,24 @@ class Forecast:
     steps: int
     seconds: float
     alternatives: tuple[Alternative, ...] = ()
+    checkpoints: int = 0
+    model: str = ""
+    card: str = ""
 
     @property
     def fits(self) -> bool:
         return self.memory.device_bytes <= self.plan.budget_bytes
+
+    @property
+    def kwh(self) -> float:
+        """Energy of the run, at most: all cards at their power limit all the time (0: unknown)."""
+        return self.steps * self.speed.step_joules / 3.6e6
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes the whole run writes to disk, its result left out."""
+        memory = self.memory
+        return self.steps * memory.written_per_step_bytes + self.checkpoints * memory.written_per_checkpoint_bytes
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `--json` and the store, derived figures included."""
@@ -307,5 +324,10 @@ class Forecast:
         values["memory"]["peak_bytes"] = self.memory.peak_bytes
         values["memory"]["peak_phase"] = self.memory.peak.name
         values["memory"]["breakdown"] = dict(self.memory.breakdown)
+        values["speed"]["steps_per_s"] = self.speed.steps_per_s
+        values["speed"]["bound_by"] = self.speed.bound_by
+        values["speed"]["step_joules"] = self.speed.step_joules
+        values["kwh"] = self.kwh
+        values["written_bytes"] = self.written_bytes
         values["fits"] = self.fits
         return values

@@ -17,7 +17,7 @@ from vramfit.planning.plan import Forecast, Workload
 from vramfit.planning.reasons import alternatives, assumptions, reasons
 from vramfit.planning.remedies import check_host_and_disk, wont_fit
 from vramfit.planning.search import Candidate, Search, quickest
-from vramfit.planning.start import total_steps
+from vramfit.planning.start import checkpoints_written, total_steps
 
 
 def forecast_run(
@@ -71,6 +71,9 @@ def _forecast(search: Search, found: Candidate) -> Forecast:
         steps=steps,
         seconds=steps * found.speed.step_seconds,
         alternatives=tuple(alternatives(search, found)),
+        checkpoints=checkpoints_written(search.config, steps),
+        model=search.architecture.name,
+        card=search.device.name,
     )
 
 

@@ -28,12 +28,6 @@ DRIVE_RATED_BYTES: Final = 2_400 * 10**12
 def reasons(search: Search, found: Candidate) -> Iterator[Choice]:
     """Every decision, in the order a person asks for them."""
     plan, config = found.plan, search.config
-    if search.architecture.counted:
-        yield Choice(
-            setting="model",
-            value=say("model.parameters", count=f"{search.architecture.params:,}"),
-            reason=say("model.counted", family=search.architecture.family),
-        )
     yield Choice(
         setting="memory budget",
         value=format_bytes(plan.budget_bytes),
@@ -57,7 +51,10 @@ def reasons(search: Search, found: Candidate) -> Iterator[Choice]:
 
 def assumptions(search: Search) -> Iterator[Choice]:
     """What nobody said, so that it was assumed: the answer changes with it."""
-    yield from (assumed("model", note) for note in search.architecture.notes)
+    shape = search.architecture
+    if shape.counted:
+        yield assumed("model", say("model.counted", family=shape.family, count=f"{shape.params:,}"))
+    yield from (assumed("model", note) for note in shape.notes)
     yield from (assumed("machine", note) for note in search.machine.notes)
     device, compute = search.device, search.start.plan.compute
     rates = rates_of(device, compute)

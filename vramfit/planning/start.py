@@ -18,6 +18,9 @@ from vramfit.units import GIB, MIB, format_bytes
 USUAL_LENGTH: Final = 2048
 """Tokens a sequence may have when nobody says: long enough for nearly all conversations, short enough for any card."""
 
+AUTOMATIC_CADENCES: Final = 10
+"""Evaluations and checkpoints a run, when the user leaves the choice to us."""
+
 _CHUNK_ENTRIES: Final = 2**24  # logits alive at once: 64 MiB in fp32
 _ROUND_LENGTH: Final = 8
 
@@ -110,6 +113,21 @@ def checkpoints_at_end(config: RunConfig, workload: Workload) -> int:
     output, steps = config.output, total_steps(config, workload)
     for_good = steps // output.keep_every if output.keep_every else 0
     return output.keep_checkpoints + for_good + (1 if output.keep_best and output.evaluate_every != 0 else 0)
+
+
+def checkpoint_cadence(config: RunConfig, steps: int) -> int:
+    """Steps between checkpoints of a run of `steps`."""
+    wish = config.output.checkpoint_every
+    return max(1, steps // AUTOMATIC_CADENCES) if wish == "auto" else wish
+
+
+def checkpoints_written(config: RunConfig, steps: int) -> int:
+    """How many a run of `steps` writes: by its cadence, those that stay for good, and the last step's. One that an
+    evaluation calls for comes on top."""
+    every, for_good = checkpoint_cadence(config, steps), config.output.keep_every
+    found = steps // every + (steps // for_good - steps // math.lcm(every, for_good) if for_good else 0)
+    at_end = steps % every == 0 or (for_good > 0 and steps % for_good == 0)
+    return found + (0 if at_end else 1)
 
 
 def compute_format(config: RunConfig, device: Device) -> Precision:

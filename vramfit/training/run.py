@@ -41,6 +41,7 @@ from vramfit.models.load import weights_fingerprint
 from vramfit.models.tokenizer import local_folder
 from vramfit.planning.idle_wishes import is_idle
 from vramfit.planning.plan import Forecast, MemoryEstimate, Plan
+from vramfit.planning.start import AUTOMATIC_CADENCES, checkpoint_cadence
 from vramfit.sentences import say
 from vramfit.training import checkpoint
 from vramfit.training.adapted_share import adapted_share
@@ -67,7 +68,6 @@ from vramfit.training.wear import wear_warning
 from vramfit.units import format_bytes
 
 CHECKPOINTS, EXPORT, ADAPTER_START = "checkpoints", "export", "adapter-start.safetensors"
-AUTOMATIC_CADENCES = 10  # evaluations and checkpoints a run, when the user leaves the choice to us
 CARD_MULTIPLE = 8  # tokens: rows of 16-bit numbers then begin where tensor cores read, at most seven of padding
 EVA_SEQUENCES = 16  # whose activations say where adapters begin
 MOST_EVALUATION_SHARE = 0.1  # of a run's work, where the cadence is ours to choose
@@ -459,8 +459,7 @@ class Run:
     @property
     def checkpoint_every(self) -> int:
         """Steps between checkpoints."""
-        wish = self.config.output.checkpoint_every
-        return max(1, self.order.total_steps // AUTOMATIC_CADENCES) if wish == "auto" else wish
+        return checkpoint_cadence(self.config, self.order.total_steps)
 
     def saves_after(self, step: int) -> bool:
         """Whether a checkpoint is due after `step`: by its cadence, or as one that stays for good."""

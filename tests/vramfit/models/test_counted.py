@@ -18,6 +18,7 @@ from vramfit.models.count_worker import counted
 from vramfit.models.counted import from_count
 from vramfit.planning.plan import Workload
 from vramfit.planning.planner import forecast_run
+from vramfit.planning.reasons import ASSUMED
 
 pytestmark = pytest.mark.long
 
@@ -58,7 +59,11 @@ def test_an_undescribed_family_is_counted_exactly_and_says_so(tmp_path: Path) ->
         machine=machine_with("RTX 3060"),
         workload=Workload(sequences=10, mean_tokens=50, longest_tokens=100),
     )
-    assert "does not know the family 'helium'" in forecast.plan.reasons[0].reason
+    (told,) = [
+        choice.reason for choice in forecast.plan.reasons if "does not know the family 'helium'" in choice.reason
+    ]
+    assert f"its {found.params:,} parameters were counted" in told
+    assert told in [choice.reason for choice in forecast.plan.reasons if choice.setting == ASSUMED]
 
 
 def test_a_family_nobody_knows_is_refused_with_the_reason(tmp_path: Path) -> None:

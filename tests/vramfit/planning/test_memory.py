@@ -226,3 +226,18 @@ def test_scores_that_a_block_returns_are_there_in_the_next_ones_forward(
     assert work.forward_phase().parts["working"] == pytest.approx(
         inside + 4 * architecture.heads * work.length * work.tokens, abs=1
     )
+
+
+def test_a_save_finds_states_alone_and_gradients_where_launches_are_recorded(
+    plan: Callable[..., Plan], workload: Callable[..., Workload]
+) -> None:
+    """fp32 weights and two moments, 12 bytes a parameter; no phase of a step needs less than that and its gradients."""
+    architecture = catalogue.find("Qwen/Qwen3-0.6B")
+    assert architecture is not None
+    plain = estimate_memory(architecture, plan(), workload())
+    save = next(phase for phase in plain.phases if phase.name == "save")
+    assert save.total_bytes == 12 * architecture.params
+    assert plain.peak.name != "save"
+    recorded = plan(device="cuda:0", compiled=True, compile_mode="reduce-overhead")
+    held = next(phase for phase in estimate_memory(architecture, recorded, workload()).phases if phase.name == "save")
+    assert held.parts["gradients"] == 4 * architecture.params
