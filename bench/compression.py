@@ -109,7 +109,7 @@ def _smollm2(*, adapters: bool, dtype: torch.dtype = torch.float32) -> tuple[nn.
 def compare(name: str, model: nn.Module, text: Text, compute: Precision, codec: Codec) -> Compared:
     """One row of the table."""
     model.train()
-    loss = TokenLoss(model, kind="chunked", compute=compute)
+    loss = TokenLoss(model, device=torch.device("cpu"), kind="chunked", compute=compute)
     targets = targets_of(text)
     blocks = len(find_blocks(model))
     set_activations(model, [])

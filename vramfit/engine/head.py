@@ -111,8 +111,11 @@ def base_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def logits_way(model: nn.Module) -> LogitsWay:
-    """How `model` makes its logits. Runs it on three tokens, without gradients."""
+def logits_way(model: nn.Module, device: torch.device) -> LogitsWay:
+    """How `model` makes its logits. Runs it on three tokens on `device`, without gradients.
+
+    The device is given because a model cannot be asked: its first parameter may be a table that is looked up elsewhere.
+    """
     base = base_model(model)
     name = type(base).__name__
     module = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
@@ -122,7 +125,7 @@ def logits_way(model: nn.Module) -> LogitsWay:
             reason=f"{name} does not say what its decoder and its head are, so its own forward makes the logits"
         )
     module = _saved(module)
-    found = _head_that_gives_the_same(base, decoder, module)
+    found = _head_that_gives_the_same(base, decoder, module, device)
     if found is None:
         return LogitsWay(reason=f"{name} does more to its logits than is known, so its own forward makes them")
     return LogitsWay(decoder=decoder, head=found)
@@ -135,9 +138,9 @@ def _saved(module: Any) -> Any:
     return copies[names[0]] if len(names) == 1 and not module.disable_adapters else module
 
 
-def _head_that_gives_the_same(base: Any, decoder: Any, module: Any) -> Head | None:
+def _head_that_gives_the_same(base: Any, decoder: Any, module: Any, device: torch.device) -> Head | None:
     """The head with the change that gives the bits of the model's own forward on three tokens, if one does."""
-    tokens = torch.arange(3, device=next(base.parameters()).device).unsqueeze(0)
+    tokens = torch.arange(3, device=device).unsqueeze(0)
     with evaluation_mode(base):
         whole = base(input_ids=tokens, use_cache=False).logits
         hidden = getattr(decoder(input_ids=tokens, use_cache=False), "last_hidden_state", None)

@@ -117,15 +117,16 @@ def _only_ends_hidden(mask: Tensor) -> bool:
 class TokenLoss:
     """The summed loss of a causal language model, in the way the plan asks for where the model allows it.
 
-    `kind` is what is really done and `reason` why it differs from what was asked, or "". Fused kernels take no weights:
-    targets that have some are computed by the chunked loss. `may_be_ligers` is whether Liger's kernel is there for it,
-    taken or not.
+    `device` is where the model computes. `kind` is what is really done and `reason` why it differs from what was asked,
+    or "". Fused kernels take no weights: targets that have some are computed by the chunked loss. `may_be_ligers` is
+    whether Liger's kernel is there for it, taken or not.
     """
 
     def __init__(
         self,
         model: nn.Module,
         *,
+        device: torch.device,
         kind: LossKind,
         chunk_tokens: int = 0,
         compute: Precision = "fp32",
@@ -133,8 +134,8 @@ class TokenLoss:
     ) -> None:
         self.compute, self.chunk_tokens, self.objective = compute, chunk_tokens, objective
         self.model: Any = model
-        self._device = next(model.parameters()).device
-        way = logits_way(model)
+        self._device = device
+        way = logits_way(model, device)
         self._decoder, self._head, self.reason = way.decoder, way.head, way.reason
         self.kind: LossKind = kind
         head = self._head
@@ -152,9 +153,8 @@ class TokenLoss:
     def sums(self, inputs: dict[str, Tensor], targets: Targets, *, gradient_scale: float = 1.0) -> SummedLoss:
         """(what is minimised, the cross-entropy in it), weighted and summed over `targets`, fp32 scalars.
 
-        `targets` and `inputs` are on the model's device. `gradient_scale` is what the caller will multiply the loss by
-        before backward: known here, it keeps 16-bit gradients of the logits from underflowing. It does not change the
-        result.
+        `targets` and `inputs` are on `device`. `gradient_scale` is what the caller will multiply the loss by before
+        backward: known here, it keeps 16-bit gradients of the logits from underflowing. It does not change the result.
         """
         if self._decoder is None or self._head is None:
             logits = self.model(**inputs, use_cache=False).logits.flatten(0, 1)[targets.positions]

@@ -167,6 +167,7 @@ class ResidentExecutor:
         self._trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self._loss = TokenLoss(
             model,
+            device=self.device,
             kind=plan.loss,
             chunk_tokens=plan.loss_chunk_tokens,
             compute=plan.compute,

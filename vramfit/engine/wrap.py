@@ -136,7 +136,7 @@ class WrappedStep:
         self.device = next(model.parameters()).device
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._scaler = loss_scaler(self.device, self.compute, trained=self._parameters)
-        self._loss: Any = loss or _loss_of(model, self.compute)
+        self._loss: Any = loss or _loss_of(model, self.device, self.compute)
         self._recovery = Recovery(model, optimizer, device=self.device, scaler=self._scaler, budget_bytes=budget_bytes)
         self._recovery.most_rows = 0 if micro_batch == "auto" else micro_batch
         self._care = _Care(model, optimizer, self.device, budget_bytes) if budget_bytes else None
@@ -442,7 +442,7 @@ def _checked(returned: Any) -> tuple[Tensor, int, float]:
     return loss.reshape(()), count, weight
 
 
-def _loss_of(model: nn.Module, compute: Precision) -> LossFunction:
+def _loss_of(model: nn.Module, device: torch.device, compute: Precision) -> LossFunction:
     """The loss of a model that came without one."""
     base = base_model(model)
     plain = getattr(base, "_orig_mod", base)  # behind torch.compile
@@ -450,7 +450,7 @@ def _loss_of(model: nn.Module, compute: Precision) -> LossFunction:
         return _own_loss
     if plain is not base:
         return lambda module, piece: _own_loss(module, piece, shifted=True)
-    token_loss: Any = TokenLoss(model, kind="fused", compute=compute)
+    token_loss: Any = TokenLoss(model, device=device, kind="fused", compute=compute)
 
     def causal_loss(_: nn.Module, piece: Any) -> tuple[Tensor, int, float]:
         if isinstance(piece, Mapping):
@@ -498,7 +498,8 @@ def _predicts_the_next_token(model: nn.Module) -> bool:
     try:
         with evaluation_mode(model):
             own = model(**inputs).loss.item()
-            total, count, _ = _summed(TokenLoss(model, kind="full", compute="fp32" if exact else "bf16"), inputs)
+            loss = TokenLoss(model, device=table.device, kind="full", compute="fp32" if exact else "bf16")
+            total, count, _ = _summed(loss, inputs)
     except (RuntimeError, TypeError, ValueError, AttributeError, VramfitError):
         return False
     return math.isclose(own, total.item() / count, rel_tol=1e-4 if exact else 1e-2)

@@ -22,6 +22,7 @@ def generate(
     max_new_tokens: int,
     seed: int,
     *,
+    device: torch.device,
     temperature: float = 0.7,
     top_p: float = 0.95,
     as_chat: bool = False,
@@ -29,13 +30,13 @@ def generate(
 ) -> str:
     """What `model` writes after `prompt`, at most `max_new_tokens` tokens, without the prompt and special tokens.
 
-    `prompt` is text, or token ids as they are; `as_chat` puts a text as a user's turn into the tokenizer's chat
-    template. `temperature=0` takes the likeliest token always. The same seed gives the same text. Mode and random
-    states of the run stay as they were. Raises ModelError when the model's output is not finite.
+    `device` is where the model computes. `prompt` is text, or token ids as they are; `as_chat` puts a text as a user's
+    turn into the tokenizer's chat template. `temperature=0` takes the likeliest token always. The same seed gives the
+    same text. Mode and random states of the run stay as they were. Raises ModelError when the model's output is not
+    finite.
     """
     if max_new_tokens == 0:
         return ""
-    device = next(model.parameters()).device
     tokens = prompt_tokens(tokenizer, prompt, as_chat=as_chat).to(device)
     options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if temperature > 0:

@@ -26,7 +26,7 @@ from vramfit.engine.visiting import VisitedBlocks, VisitingTable
 from vramfit.errors import ModelError
 from vramfit.models.attention import implementation
 from vramfit.models.block_tiers import experts_tier, shared_tier, slices_of, split_blocks
-from vramfit.models.hollow import hollow_model
+from vramfit.models.hollow import hollow, hollow_model, is_hollow
 from vramfit.models.load import starter_shape, starter_sources, untrained_shape
 from vramfit.models.quantised import (
     PACKED,
@@ -83,10 +83,12 @@ def open_streamed(
     device = torch.device(plan.device)
     looked_up = _load_outside(model, prefix, sources, device, plan)
     head = _visiting_head(model, sources) if head_visits(plan) else None
+    table: nn.Parameter = model.get_input_embeddings().weight  # type: ignore[operator]
     whole = attach(model) if attach is not None else model
     for parameter in whole.parameters():
         if attach is not None and parameter.requires_grad:  # put beside weights that are nowhere yet
             parameter.data = parameter.data.to(device)
+    _stand_on(device, whole, table)
     stay = plan.staying(len(blocks))
     stored = sum(layout.nbytes for layout in tier.stored) if isinstance(tier, FilesTier) else math.inf
     stream: BlockStream
@@ -153,6 +155,18 @@ def _load_outside(
         rows = source.rows if in_file and isinstance(source, StoredTensor) else _rows_in_ram(source, embedding.weight)
         embedding.forward = functools.partial(_look_up, embedding, embedding.forward, rows)
     return {name: _later(sources[name], each) for each in left_out for name in (_name_of(model, each),)}
+
+
+def _stand_on(device: torch.device, model: nn.Module, table: nn.Parameter) -> None:
+    """A table that is looked up elsewhere is hollow on the device: libraries take where a model's first parameter is
+    for where the model is, and put there what they generate from. After adapters, whose random numbers are a CPU's."""
+    if table.device == device or not is_hollow(table):
+        return
+    there = nn.Parameter(hollow(table, device), requires_grad=False)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is table:
+                module._parameters[name] = there
 
 
 def _visiting_head(model: Any, sources: Mapping[str, Source]) -> VisitingTable:

@@ -509,6 +509,7 @@ class Run:
             prompt.text if prompt.tokens is None else prompt.tokens,
             self.config.output.sample_tokens,
             self.config.seed,
+            device=self.executor.device,
             as_chat=prompt.as_chat,
             compute=self.plan.compute,
         )

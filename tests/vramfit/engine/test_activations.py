@@ -24,11 +24,13 @@ from vramfit.engine.loss import TokenLoss, model_inputs, targets_of
 from vramfit.errors import ModelError
 from vramfit.models.adapters import attach_adapters
 
+CPU = torch.device("cpu")
+
 
 def loss_and_gradients(model, batch):
     model.zero_grad()
     torch.manual_seed(7)  # dropout, where there is any
-    loss = TokenLoss(model, kind="chunked")(model_inputs(batch, torch.device("cpu")), targets_of(batch))
+    loss = TokenLoss(model, device=CPU, kind="chunked")(model_inputs(batch, torch.device("cpu")), targets_of(batch))
     loss.backward()
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -71,7 +73,7 @@ def test_blocks_are_run_again_in_backward_and_fewer_activations_wait(tiny):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(model.model.layers[0].mlp), "forward", counted)
         recompute_blocks(model, 1)
-        loss = TokenLoss(model, kind="chunked")
+        loss = TokenLoss(model, device=CPU, kind="chunked")
         runs.clear()
         loss(model_inputs(batch, torch.device("cpu")), targets_of(batch)).backward()
     first, second = (layer.mlp for layer in model.model.layers)
@@ -143,7 +145,7 @@ def test_inputs_wait_in_ram_and_nowhere_else(tiny):
     seen = []
     for block in find_blocks(model):
         block.register_forward_pre_hook(lambda module, args: seen.append(weakref.ref(args[0].untyped_storage())))
-    loss = TokenLoss(model, kind="chunked")
+    loss = TokenLoss(model, device=CPU, kind="chunked")
     seen.clear()
     made = loss(model_inputs(batch, torch.device("cpu")), targets_of(batch))
     host = find_blocks(model)[0].__dict__["forward"].host

@@ -13,6 +13,8 @@ from vramfit.engine.head import Head, LogitChange
 from vramfit.engine.loss import TokenLoss
 from vramfit.engine.objective import PLAIN, Objective
 
+CPU = torch.device("cpu")
+
 UNCHANGED = LogitChange()
 CPU, CARD = torch.device("cpu"), torch.device("cuda:0")
 
@@ -55,13 +57,13 @@ def test_what_the_kernels_do_not_do_is_chunked_and_told(change, parts, objective
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 def test_sixteen_bit_losses_are_chunked_and_say_why(tiny, compute):
-    loss = TokenLoss(tiny.build("llama"), kind="fused", compute=compute)
+    loss = TokenLoss(tiny.build("llama"), device=CPU, kind="fused", compute=compute)
     assert loss.kind == "chunked" and loss.reason
 
 
 def test_without_the_kernel_the_loss_is_chunked(tiny, monkeypatch):
     monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
-    loss = TokenLoss(tiny.build("llama"), kind="fused")
+    loss = TokenLoss(tiny.build("llama"), device=CPU, kind="fused")
     assert loss.kind == "chunked" and "2.13" in loss.reason
 
 

@@ -5,6 +5,8 @@ import torch
 
 from vramfit.engine.head import LogitChange, ShardedHead, logits_way
 
+CPU = torch.device("cpu")
+
 CHANGED = {
     "gemma2": ({"final_logit_softcapping": 3.0}, LogitChange(cap=3.0)),
     "gemma3": ({"final_logit_softcapping": 3.0}, LogitChange(cap=3.0)),
@@ -19,7 +21,7 @@ CHANGED = {
 @pytest.mark.parametrize("family", CHANGED)
 def test_what_a_family_does_to_its_logits_is_found(tiny, family):
     values, change = CHANGED[family]
-    way = logits_way(tiny.build(family, **values))
+    way = logits_way(tiny.build(family, **values), CPU)
     assert way.reason == "" and way.head is not None and way.head.change == change and len(way.head.weights) == 1
 
 
@@ -31,12 +33,12 @@ def test_falcon_h1_multiplies(tiny):
         num_key_value_heads=2, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1,
         lm_head_multiplier=0.7, initializer_range=0.3,
     )  # fmt: skip
-    way = logits_way(transformers.FalconH1ForCausalLM(config))
+    way = logits_way(transformers.FalconH1ForCausalLM(config), CPU)
     assert way.head is not None and way.head.change == LogitChange(times=0.7)
 
 
 def test_a_field_that_a_family_does_not_use_changes_nothing(tiny):
-    way = logits_way(tiny.build("llama", logit_scale=0.5, final_logit_softcapping=30.0))
+    way = logits_way(tiny.build("llama", logit_scale=0.5, final_logit_softcapping=30.0), CPU)
     assert way.head is not None and way.head.change == LogitChange()
 
 
@@ -50,20 +52,20 @@ def test_an_unknown_change_is_found_by_trying(tiny):
         return output
 
     model.forward = doubled
-    way = logits_way(model)
+    way = logits_way(model, CPU)
     assert way.head is None and way.decoder is None and "more to its logits" in way.reason
 
 
 def test_logits_that_are_all_zero_tell_nothing(tiny):
     model = tiny.build("gemma2", final_logit_softcapping=3.0)
     torch.nn.init.zeros_(model.lm_head.weight)
-    assert logits_way(model).head is None
+    assert logits_way(model, CPU).head is None
 
 
 def test_looking_changes_no_mode_and_draws_no_number(tiny):
     model = tiny.build("llama", attention_dropout=0.5).train()
     before = torch.get_rng_state()
-    logits_way(model)
+    logits_way(model, CPU)
     assert model.training and torch.equal(torch.get_rng_state(), before)
 
 

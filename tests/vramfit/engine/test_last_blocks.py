@@ -27,6 +27,7 @@ from vramfit.engine.last_blocks import after_blocks, train_last_blocks
 from vramfit.engine.later import Later
 from vramfit.engine.resident import ResidentExecutor
 from vramfit.engine.streaming import StreamingExecutor
+from vramfit.models import streamed
 from vramfit.models.architecture import from_config
 from vramfit.models.export_parts import write_parts
 from vramfit.planning.plan import Plan
@@ -295,3 +296,17 @@ def test_whichever_executor_stores_tensors_as_they_are(tmp_path: Path) -> None:
     assert {name for name, each in later.items() if isinstance(each, Later)} >= {
         name for name in later if ".layers." in name
     }
+
+
+def test_no_one_asks_where_a_frozen_table_is_that_is_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with adapters: the table of an untied model is hollow, and here it lies where no run is."""
+    folder = saved("llama", tmp_path / "model")
+    stand_on, plan = streamed._stand_on, disk(last(2))
+    there = streaming(folder, plan, tmp_path / "there")
+    monkeypatch.setattr(streamed, "_stand_on", lambda device, *model: stand_on(torch.device("meta"), *model))
+
+    here = streaming(folder, plan, tmp_path / "here")
+    here.check()
+
+    assert next(here.model.parameters()).is_meta
+    assert_equal_runs(there, here, steps=2)

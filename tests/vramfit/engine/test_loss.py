@@ -10,6 +10,8 @@ from vramfit.engine.loss import IGNORED, TokenLoss, model_inputs, targets_of
 from vramfit.engine.objective import PLAIN, Objective
 from vramfit.models.adapters import attach_adapters
 
+CPU = torch.device("cpu")
+
 WEIGHTS = (0.5, 1.0, 2.0, 0.0)
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gpt2", "phi"]
 CHANGED = {
@@ -74,7 +76,7 @@ class ProjectedRows(TorchDispatchMode):
 
 
 def our_loss(model, batch, **options) -> torch.Tensor:
-    return TokenLoss(model, **options)(model_inputs(batch, torch.device("cpu")), targets_of(batch))
+    return TokenLoss(model, device=CPU, **options)(model_inputs(batch, torch.device("cpu")), targets_of(batch))
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
@@ -96,7 +98,7 @@ def test_equals_the_models_own_logits(tiny, family, kind):
     wanted = reference_loss(model, batch)
     wanted.backward()
     wanted_gradients = gradients(model)
-    told = TokenLoss(model, kind=kind, chunk_tokens=7)
+    told = TokenLoss(model, device=CPU, kind=kind, chunk_tokens=7)
     assert told.kind == ("chunked" if kind == "fused" and family in CHANGED else kind)
     loss = told(model_inputs(batch, torch.device("cpu")), targets_of(batch))
     loss.backward()
@@ -114,7 +116,7 @@ def test_equals_the_models_own_logits_with_adapters(tiny, kind):
     wanted = reference_loss(model, batch)
     wanted.backward()
     wanted_gradients = gradients(model)
-    told = TokenLoss(model, kind=kind)
+    told = TokenLoss(model, device=CPU, kind=kind)
     assert told.kind == kind and told.reason == ""
     loss = our_loss(model, batch, kind=kind, chunk_tokens=7)
     loss.backward()
@@ -166,7 +168,7 @@ def test_a_z_loss_and_smoothing_are_what_plain_torch_adds(tiny, kind, weights, o
     wanted, entropy = reference_objective(model, batch, objective)
     wanted.backward()
     wanted_gradients = gradients(model)
-    loss = TokenLoss(model, kind=kind, chunk_tokens=7, objective=objective)
+    loss = TokenLoss(model, device=CPU, kind=kind, chunk_tokens=7, objective=objective)
     assert loss.kind == ("chunked" if kind == "fused" else kind)
     assert ("plain cross-entropy alone" in loss.reason) == (kind == "fused")
     found = loss.sums(model_inputs(batch, torch.device("cpu")), targets_of(batch))
@@ -185,7 +187,7 @@ def test_a_head_trained_whole_beside_adapters_is_projected_in_chunks(tiny):
     wanted.backward()
     wanted_gradients = gradients(model)
     assert any("lm_head" in name for name in wanted_gradients)
-    loss = TokenLoss(model, kind="chunked", chunk_tokens=7)
+    loss = TokenLoss(model, device=CPU, kind="chunked", chunk_tokens=7)
     assert loss.kind == "chunked" and loss.reason == ""
     found = loss(model_inputs(batch, torch.device("cpu")), targets_of(batch))
     found.backward()
@@ -205,7 +207,7 @@ def test_a_head_with_adapters_goes_in_chunks_through_its_module(tiny, kind, obje
     wanted.backward()
     wanted_gradients = gradients(model)
     assert any("lm_head" in name for name in wanted_gradients)
-    loss = TokenLoss(model, kind=kind, chunk_tokens=7, objective=objective)
+    loss = TokenLoss(model, device=CPU, kind=kind, chunk_tokens=7, objective=objective)
     assert loss.kind == kind and loss.reason == ""
     found = loss(model_inputs(batch, torch.device("cpu")), targets_of(batch))
     found.backward()
@@ -224,7 +226,7 @@ def test_a_head_in_parts_gives_the_loss_of_a_whole_one(tiny):
         part.weight.data.copy_(model.lm_head.weight[rows])
         parts.append(part)
     model.lm_head = ShardedHead(parts)
-    loss = TokenLoss(model, kind="fused", chunk_tokens=7)
+    loss = TokenLoss(model, device=CPU, kind="fused", chunk_tokens=7)
     assert loss.kind == "chunked" and "one matrix" in loss.reason
     found = loss(model_inputs(batch, torch.device("cpu")), targets_of(batch))
     found.backward()
@@ -241,7 +243,7 @@ def test_a_chat_with_three_tenths_trained_projects_three_tenths(tiny):
     labels = ids.clone()
     labels[:, :71] = IGNORED  # the question; of 100 predicted tokens 30 are answer
     batch = type(tiny.pad(tiny.sequences(2)))(ids, labels)
-    loss = TokenLoss(model, kind="chunked", chunk_tokens=50)
+    loss = TokenLoss(model, device=CPU, kind="chunked", chunk_tokens=50)
     with ProjectedRows(model.lm_head.weight.shape) as seen:
         loss(model_inputs(batch, torch.device("cpu")), targets_of(batch)).backward()
     assert seen.rows == 0.3 * 400
@@ -259,7 +261,7 @@ def test_only_trained_positions_are_projected(tiny):
     model, batch = tiny.build("llama"), tiny.pad(tiny.sequences(9, 17, 5))
     seen = []
     model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
-    loss = TokenLoss(model, kind="full")
+    loss = TokenLoss(model, device=CPU, kind="full")
     seen.clear()
     loss(model_inputs(batch, torch.device("cpu")), targets_of(batch))
     trained = int((batch.labels[:, 1:] != IGNORED).sum())

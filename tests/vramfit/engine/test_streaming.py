@@ -16,7 +16,9 @@ from vramfit.engine.optimizers import build_optimizer
 from vramfit.engine.resident import ResidentExecutor
 from vramfit.engine.streaming import StreamingExecutor
 from vramfit.errors import ModelError
+from vramfit.models import streamed
 from vramfit.models.adapters import attach_adapters
+from vramfit.models.generate import generate
 from vramfit.models.load import load_model, own_weights
 from vramfit.models.streamed import open_streamed
 from vramfit.planning.plan import Plan
@@ -276,6 +278,38 @@ def test_a_streamed_model_writes_the_text_of_a_resident_one(tmp_path: Path) -> N
         streaming(folder, dataclasses.replace(plan, weights_tier="disk"), tmp_path),
     )
     assert text(there) == text(here)
+
+
+class Numbers:
+    """A tokenizer whose text is its tokens."""
+
+    pad_token_id = 0
+    eos_token_id = None
+
+    def decode(self, tokens: torch.Tensor, **_: Any) -> str:
+        return str(tokens.tolist())
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_no_one_asks_where_a_table_is_that_is_looked_up(
+    tier: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the model's first parameter and hollow. Here it lies on torch's device for nothing, where no run is."""
+    folder = saved("llama", tmp_path / "model")
+    stand_on = streamed._stand_on
+    there = streaming(folder, a_plan(weights_tier=tier), tmp_path / "there")
+    monkeypatch.setattr(streamed, "_stand_on", lambda device, *model: stand_on(torch.device("meta"), *model))
+
+    here = streaming(folder, a_plan(weights_tier=tier), tmp_path / "here")
+    here.check()
+
+    assert next(here.model.parameters()).is_meta and here.device == torch.device("cpu")
+    assert_equal_runs(there, here)
+    said = [
+        generate(each.model, Numbers(), [5, 9, 33, 12], 8, 0, device=each.device, temperature=0)
+        for each in (there, here)
+    ]
+    assert said[0] == said[1] and len(said[0]) > 8
 
 
 def test_a_weight_file_that_changes_is_told_by_name(tmp_path: Path) -> None:
