@@ -18,6 +18,8 @@ from typing import Final, Literal, Protocol
 import torch
 from torch import Tensor
 
+from vramfit.engine.accelerators import backend_of
+from vramfit.engine.waits import Gaps, marks_on
 from vramfit.planning.slots import groups_of
 
 ALIGNMENT: Final = 256
@@ -99,30 +101,43 @@ class Traffic:
     waited_seconds: float = 0.0
     read_seconds: float = 0.0
 
+    def has_waited(self, began: float, ended: float) -> None:
+        self.waited_seconds += ended - began
+
 
 class _Slot:
     """A buffer on the device, the blocks that visit it and the parts of it they are in, and when it may be used or
-    overwritten. Blocks that are computed with where they lie visit it in name only: their parts are elsewhere."""
+    overwritten: a new one once the device has passed `left`, because what it was given before may be in that memory.
+    Blocks that are computed with where they lie visit it in name only: their parts are elsewhere."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int, device: torch.device, left: torch.Event | None) -> None:
         self.flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.blocks: tuple[int, ...] = ()
         self.parts: Sequence[Tensor] = ()
         self.arriving: Future[float] | None = None
         self.arrived: torch.Event | None = None
-        self.left: torch.Event | None = None
+        self.left = left
 
     def clear(self) -> None:
         """What is in it is of no use."""
         self.blocks, self.parts = (), ()
 
 
+@dataclass(kw_only=True)
+class _Staging:
+    """A buffer in RAM that blocks are read into on their way to a card, and when what was last in it has left."""
+
+    flat: Tensor
+    sent: torch.Event | None = None
+
+
 class BlockStream:
     """Brings blocks to the device, ahead of need. For one thread; another one fetches.
 
-    `resident` blocks are brought once and stay. `slots` buffers of the largest other block's size take the rest in
-    turns, or as many of them together as have `together` bytes; with fewer than two nothing is fetched ahead. The way
-    down turns at block `turn`: those before it are only passed on the way up.
+    `resident` blocks are brought once and stay; what has changed of one comes ahead of need, too. `slots` buffers of
+    the largest other block's size take the rest in turns, or as many of them together as have `together` bytes; with
+    fewer than two nothing is fetched ahead. The way down turns at block `turn`: those before it are only passed on the
+    way up.
 
     Where the device is the processor and a tier has a block in its reach, nothing is copied: "brought" then means that
     the block's bytes are in memory. It is counted like any other.
@@ -143,14 +158,17 @@ class BlockStream:
         self.traffic = traffic or Traffic()
         self._count = len(tier.layouts)
         self._resident: dict[int, Tensor] = {}
+        self._stale: dict[int, torch.Event | None] = {}
+        self._renewing: dict[int, Future[torch.Event | None]] = {}
         self._fetcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fetch")
-        self._copies = None if device.type == "cpu" else torch.Stream(device=device)
+        self._copies = torch.Stream(device=device) if backend_of(device).streams else None
+        self.gaps = Gaps(self.traffic.has_waited, mark=marks_on(device))
         for block in sorted(resident):
             self._resident[block] = self._brought(block)
         self._wanted_slots = slots
         self._slots: list[_Slot] = []
         self._group_of: dict[int, tuple[int, ...]] = {}
-        self._staging: list[Tensor] = []
+        self._staging: list[_Staging] = []
         self._current: _Slot | None = None
         self._make_slots()
 
@@ -176,18 +194,23 @@ class BlockStream:
         """
         self._leave()
         if block in self._resident:
+            self._await_renewed(block)
+            self._renew_ahead(block)
             self._fetch_ahead(block, direction)
             return self.tier.layouts[block].views(self._resident[block])
         slot = self._slot_of(block) or self._fetch(block, direction)
         self._await(slot)
         self._current = slot
+        self._renew_ahead(block)
         self._fetch_ahead(slot.blocks[-1 if direction == "up" else 0], direction)
         return self.tier.layouts[block].views(slot.parts[slot.blocks.index(block)])
 
     def forget(self, block: int) -> None:
         """The tier's copy has changed: what is on the device of it is old."""
-        if block in self._resident:
-            self._renew(block)
+        if block in self._resident and self._in_ram(block) is None:
+            self._stale[block] = self._now()
+            if not self._renewing:
+                self._renew_ahead(-1)  # the next step needs it first
         slot = self._slot_of(block)
         if slot is not None:
             self._await(slot)
@@ -202,8 +225,11 @@ class BlockStream:
         """Change which blocks stay on the device, between two steps."""
         for slot in self._slots:
             self._await(slot)
+        for block in list(self._renewing):
+            self._await_renewed(block)
         for block in [block for block in self._resident if block not in blocks]:
             del self._resident[block]
+            self._stale.pop(block, None)
         for block in sorted(set(blocks) - self._resident.keys()):
             self._resident[block] = self._brought(block)
         self._make_slots()
@@ -219,7 +245,7 @@ class BlockStream:
             return
         self._current = None
         self._slots = []  # their memory first
-        self._slots = [_Slot(nbytes, self.device) for _ in range(count)]
+        self._slots = [_Slot(nbytes, self.device, self._now()) for _ in range(count)]
         self._staging = self._staging_buffers(nbytes)
 
     def close(self) -> None:
@@ -232,7 +258,7 @@ class BlockStream:
         return self.tier.layouts[block].nbytes
 
     def _in_place(self, block: int) -> bool:
-        return self._copies is None and self.tier.lies(block) is not None
+        return self.device.type == "cpu" and self.tier.lies(block) is not None
 
     def _slot_of(self, block: int) -> _Slot | None:
         return next((slot for slot in self._slots if block in slot.blocks), None)
@@ -274,24 +300,33 @@ class BlockStream:
     def _fill(self, slot: _Slot, blocks: tuple[int, ...]) -> float:
         """On the fetching thread: the blocks' bytes into the slot. Returns the seconds it took."""
         began = time.perf_counter()
-        if self._copies is None:
-            for block, part in zip(blocks, slot.parts, strict=True):
-                if self._in_place(block):
+        slot.arrived = self._send(blocks, slot.parts, slot.left)
+        return time.perf_counter() - began
+
+    def _send(self, blocks: Sequence[int], parts: Sequence[Tensor], left: torch.Event | None) -> torch.Event | None:
+        """On the fetching thread: the blocks' bytes into `parts`, once the device has passed `left`. Returns when they
+        will have come; None: they have."""
+        if self.device.type == "cpu":
+            for block, part in zip(blocks, parts, strict=True):
+                if self._in_place(block) and block not in self._resident:
                     self.tier.present(block)
                 else:
                     self._read(block, part)
-            return time.perf_counter() - began
-        sources = [self.tier.resident(block) for block in blocks]
-        if any(source is None for source in sources):
-            sources = self._staged(slot, blocks)
+            return None
+        sources, staging = self._sources(blocks)
+        if self._copies is None:
+            for part, source in zip(parts, sources, strict=True):
+                part.copy_(source)
+            return None
         with self._copies:
-            if slot.left is not None:
-                self._copies.wait_event(slot.left)
-            for part, source in zip(slot.parts, sources, strict=True):
-                assert source is not None
-                part.copy_(source[: part.numel()], non_blocking=True)
-            slot.arrived = self._copies.record_event()
-        return time.perf_counter() - began
+            if left is not None:
+                self._copies.wait_event(left)
+            for part, source in zip(parts, sources, strict=True):
+                part.copy_(source, non_blocking=True)
+            arrived = self._copies.record_event()
+        if staging is not None:
+            staging.sent = arrived
+        return arrived
 
     def _parts_in(self, flat: Tensor, blocks: tuple[int, ...]) -> list[Tensor]:
         """Where each of these blocks is when it has come: where it lies, else one after another in `flat`."""
@@ -301,16 +336,26 @@ class BlockStream:
         found |= {block: part for block, part in lying.items() if part is not None}
         return [found[block] for block in blocks]
 
-    def _staged(self, slot: _Slot, blocks: tuple[int, ...]) -> list[Tensor | None]:
-        """Blocks that have to be read. Two buffers in turn: while one is on its way to the device the next blocks are
-        read into the other."""
-        self._staging.reverse()
-        if slot.arrived is not None:
-            slot.arrived.synchronize()
-        found = self._parts_of(self._staging[0], blocks)
+    def _sources(self, blocks: Sequence[int]) -> tuple[Sequence[Tensor], _Staging | None]:
+        """(the blocks in RAM, the buffer they were read into where they do not lie there)."""
+        lying = [each for each in map(self.tier.resident, blocks) if each is not None]
+        if len(lying) == len(blocks):
+            return [flat[: self._nbytes(block)] for block, flat in zip(blocks, lying, strict=True)], None
+        staging = self._next_staging(sum(map(self._nbytes, blocks)))
+        found = self._parts_of(staging.flat, blocks)
         for block, part in zip(blocks, found, strict=True):
             self._read(block, part)
-        return list(found)
+        return found, staging
+
+    def _next_staging(self, nbytes: int) -> _Staging:
+        """Two buffers in turn: while one is on its way to the device the next blocks are read into the other."""
+        self._staging.reverse()
+        staging = self._staging[0]
+        if staging.sent is not None:
+            staging.sent.synchronize()
+        if staging.flat.nbytes < nbytes:  # a block that stays may be larger than all that visit
+            staging.flat = torch.empty(nbytes, dtype=torch.uint8, pin_memory=backend_of(self.device).pinned)
+        return staging
 
     def _parts_of(self, flat: Tensor, blocks: Sequence[int]) -> list[Tensor]:
         """Where each of these blocks lies, one after another."""
@@ -327,36 +372,58 @@ class BlockStream:
     def _await(self, slot: _Slot) -> None:
         if slot.arriving is None:
             return
-        began = time.perf_counter()
         arriving, slot.arriving = slot.arriving, None
-        try:
-            self.traffic.read_seconds += arriving.result()
-        except BaseException:
-            slot.clear()
-            raise
-        finally:
-            self.traffic.waited_seconds += time.perf_counter() - began
-        if slot.arrived is not None:
-            torch.accelerator.current_stream(self.device).wait_event(slot.arrived)
+        with self.gaps.around():
+            try:
+                self.traffic.read_seconds += arriving.result()
+            except BaseException:
+                slot.clear()
+                raise
+            if slot.arrived is not None:
+                torch.accelerator.current_stream(self.device).wait_event(slot.arrived)
+
+    def _renew_ahead(self, block: int) -> None:
+        """Begin to bring what has changed of the block that stays and is needed next: one for each block computed with,
+        because visitors would wait for all of them if they were asked for at once."""
+        if self._stale:
+            self._renew(min(self._stale, key=lambda each: (each <= block, each)))
+
+    def _renew(self, block: int) -> None:
+        left = self._stale.pop(block)
+        self.traffic.visits += 1
+        self.traffic.moved_bytes += self._nbytes(block)
+        self._renewing[block] = self._fetcher.submit(self._send, (block,), (self._resident[block],), left)
+
+    def _await_renewed(self, block: int) -> None:
+        """What has changed of a block that stays has come. Where it cannot, it is old whoever asks again."""
+        if block in self._stale:
+            self._renew(block)
+        if block not in self._renewing:
+            return
+        with self.gaps.around():
+            arrived = self._renewing[block].result()
+            if arrived is not None:
+                torch.accelerator.current_stream(self.device).wait_event(arrived)
+        del self._renewing[block]
 
     def _leave(self) -> None:
         """What is computed with the block that was brought last must be done before its slot is overwritten."""
-        if self._current is not None and self._copies is not None:
-            self._current.left = torch.accelerator.current_stream(self.device).record_event()
+        if self._current is not None:
+            self._current.left = self._now()
         self._current = None
+
+    def _now(self) -> torch.Event | None:
+        """When the device has done what it was given so far; None where nothing is copied beside that."""
+        return None if self._copies is None else torch.accelerator.current_stream(self.device).record_event()
 
     def _brought(self, block: int) -> Tensor:
         self.traffic.visits += 1
         self.traffic.moved_bytes += self.tier.layouts[block].nbytes
         if self.device.type != "cpu":
-            return self._whole(block).to(self.device, copy=True)
+            source = self.tier.resident(block)
+            return (self._whole(block) if source is None else source).to(self.device, copy=True)
         there = self._in_ram(block)
         return self._whole(block) if there is None else there
-
-    def _renew(self, block: int) -> None:
-        """What has changed of a block that stays."""
-        if self._in_ram(block) is None:
-            self._resident[block].copy_(self._whole(block))
 
     def _in_ram(self, block: int) -> Tensor | None:
         """A block that stays there anyway, where the processor computes with it."""
@@ -367,9 +434,11 @@ class BlockStream:
         self._read(block, flat)
         return flat
 
-    def _staging_buffers(self, nbytes: int) -> list[Tensor]:
-        needed = self._copies is not None and any(self.tier.resident(block) is None for block in range(self._count))
-        return [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)] if needed else []
+    def _staging_buffers(self, nbytes: int) -> list[_Staging]:
+        if self.device.type == "cpu" or all(self.tier.resident(block) is not None for block in range(self._count)):
+            return []
+        pinned = backend_of(self.device).pinned
+        return [_Staging(flat=torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)) for _ in range(2)]
 
 
 class WideningStream(BlockStream):
@@ -440,12 +509,10 @@ class WideningStream(BlockStream):
     def _arrive(self) -> None:
         if self._coming is None:
             return
-        began = time.perf_counter()
         coming, self._coming = self._coming, None
-        try:
-            self.traffic.read_seconds += coming.result()
-        except BaseException:
-            self._narrow_block = None
-            raise
-        finally:
-            self.traffic.waited_seconds += time.perf_counter() - began
+        with self.gaps.around():
+            try:
+                self.traffic.read_seconds += coming.result()
+            except BaseException:
+                self._narrow_block = None
+                raise

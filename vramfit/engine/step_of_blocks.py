@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vramfit.engine.accelerators import backend_of
 from vramfit.engine.step_in_backward import refused_fp16
 from vramfit.engine.trained_blocks import TrainedBlocks, Where
 from vramfit.engine.update import Around, Finish, Made, Trained, fetch, norms_of, problem_of, total_norm
+from vramfit.engine.waits import Gaps, marks_on
 
 
 class _OfBlocks:
@@ -35,8 +37,10 @@ class _OfBlocks:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gradients")
         # On a stream of its own: in the usual one a copy would wait for the next block's backward.
         device = blocks.visits.stream.device
-        self._side = None if device.type == "cpu" else torch.Stream(device=device)
+        self._side = torch.Stream(device=device) if backend_of(device).streams else None
+        self._room = torch.empty(0, dtype=torch.uint8)
         self._going: Future[None] | None = None
+        self.gaps = Gaps(self._has_waited, mark=marks_on(device))
         self.waited_seconds = 0.0
         """In which backward, or the next step, waited for gradients to be taken away or weights to be stepped."""
 
@@ -75,6 +79,17 @@ class _OfBlocks:
     def _hand_over(self, found: Sequence[tuple[Where, Tensor]]) -> None:
         raise NotImplementedError
 
+    def _in_ram(self, gradient: Tensor) -> Tensor:
+        """A gradient on the CPU, until the next one is asked for; from a card into locked pages, which is faster."""
+        if self._side is None:
+            return gradient.cpu()
+        if self._room.nbytes < gradient.nbytes:
+            self._room = torch.empty(gradient.nbytes, dtype=torch.uint8, pin_memory=backend_of(gradient.device).pinned)
+        there = self._room[: gradient.nbytes].view(gradient.dtype).view(gradient.shape)
+        there.copy_(gradient, non_blocking=True)
+        self._side.synchronize()
+        return there
+
     def _measure(self, where: Where, gradient: Tensor) -> None:
         if self._scaler is not None:
             gradient.mul_(1.0 / self._scaler.get_scale())
@@ -92,11 +107,16 @@ class _OfBlocks:
         """Wait until no thread works on gradients or weights."""
         going, self._going = self._going, None
         if going is not None:
-            with self._waiting():
+            with self.gaps.around():
                 going.result()
+
+    def _has_waited(self, began: float, ended: float) -> None:
+        self.waited_seconds += ended - began
+        self._blocks.waited_seconds += self._blocks.at_tier.within(began, ended)
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
+        """After backward, when the device has nothing left to do."""
         began = time.perf_counter()
         try:
             yield
@@ -131,13 +151,13 @@ class AfterLastBlock(_OfBlocks):
             factor = _factor(norm.cpu(), self._max_grad_norm)
             with self._waiting():
                 self._blocks.step_sent(lambda _, gradient, room: _times(gradient, factor, room))
-                self._blocks.renew()
+            self._blocks.renew()
         self._blocks.forget()
         return self._finished(loss_sum, grad_norm, skipped=not finite)
 
     def _hand_over(self, found: Sequence[tuple[Where, Tensor]]) -> None:
         for where, gradient in found:
-            self._blocks.send(where, gradient)
+            self._blocks.send(where, gradient if self._blocks.in_memory else self._in_ram(gradient))
 
 
 class BesideBackward(_OfBlocks):
@@ -164,7 +184,7 @@ class BesideBackward(_OfBlocks):
         else:
             with self._waiting():
                 self._blocks.step_sent(self._clip)
-                self._blocks.renew()
+            self._blocks.renew()
             if math.isfinite(grad_norm):
                 self._norm_before = grad_norm
         return self._finished(loss_sum, grad_norm, skipped=self._refused)
@@ -178,7 +198,7 @@ class BesideBackward(_OfBlocks):
         if self._refused:
             return
         for where, gradient in found:
-            self._blocks.step(where, gradient.cpu(), self._clip)
+            self._blocks.step(where, self._in_ram(gradient), self._clip)
 
     def _clip(self, where: Where, gradient: Tensor, room: Tensor) -> Tensor:
         norm = self._norms[where.name].cpu()
@@ -206,5 +226,5 @@ def _times(gradient: Tensor, factor: Tensor | None, room: Tensor) -> Tensor:
 
 
 def _now(device: torch.device) -> torch.Event | None:
-    """When what was asked of a card so far is done; None for the CPU, where it is."""
-    return None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
+    """When what was asked of a card so far is done; None where it is, or a copy waits for it."""
+    return torch.accelerator.current_stream(device).record_event() if backend_of(device).streams else None

@@ -133,6 +133,9 @@ class StreamingExecutor(ResidentExecutor):
     def _waited(self) -> Waits:
         """Since the run began."""
         stream, end, trained = self.visits.stream, self._of_blocks, self.trained
+        self.visits.read_gaps()
+        if end is not None:
+            end.gaps.read()
         for_blocks, in_step = stream.traffic.waited_seconds, 0.0 if end is None else end.waited_seconds
         for_tier = 0.0 if trained is None else trained.waited_seconds
         on_disk = stream.tier.resident(0) is None

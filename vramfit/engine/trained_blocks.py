@@ -11,6 +11,7 @@ Weights outside the blocks stay on the device; their states are on the tier like
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +28,7 @@ from vramfit.engine.optimizer_state import MASTER
 from vramfit.engine.step_in_backward import step_one
 from vramfit.engine.tiers import Shelf
 from vramfit.engine.visiting import VisitedBlocks
+from vramfit.engine.waits import Spans
 from vramfit.errors import CheckpointError
 
 MakeShelf = Callable[[Sequence[Layout], str], Shelf]
@@ -84,6 +86,10 @@ class TrainedBlocks:
         self._begun: set[str] = set()
         self._sent: set[str] = set()
         self._room = torch.empty(min(STRETCH, max((each.numel() for each in self._stand_ins.values()), default=0)))
+        self.in_memory = all(shelf.in_memory for shelf in self._shelves)
+        """Whether nothing of a weight has to be read or written."""
+        self.at_tier = Spans()
+        """When `send` and `step` read and wrote what is not in memory: who waits for them waits for the tier then."""
         self.waited_seconds = 0.0
         """What steps waited for the tier since the run began."""
 
@@ -109,7 +115,8 @@ class TrainedBlocks:
     def send(self, where: Where, gradient: Tensor) -> None:
         """Keep a weight's gradient on the tier until `step_sent`."""
         assert where.block is not None
-        self._gradients.put(where.block, where.local, gradient)
+        with self._at_tier():
+            self._gradients.put(where.block, where.local, gradient)
         self._sent.add(where.name)
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -117,16 +124,23 @@ class TrainedBlocks:
     def step_sent(self, clip: Clip) -> None:
         """Step every weight whose gradient was sent, and those outside that have one."""
         waiting = [where for where in self.places if where.name in self._sent or self._has_gradient(where)]
-        with _Ahead(self._take, waiting, at_once=self._weights.in_memory) as taken, _Behind(self._put) as put:
+        with _Ahead(self._take, waiting, at_once=self.in_memory) as taken, _Behind(self._put) as put:
             for where, numbers in taken:
                 put(where, self._stepped(where, numbers, clip))
-        if not self._weights.in_memory:
+        if not self.in_memory:
             self.waited_seconds += taken.waited_seconds + put.waited_seconds
         self.forget()
 
     def step(self, where: Where, gradient: Tensor, clip: Clip) -> None:
         """Step one weight now, with a gradient on the CPU."""
-        self._put(where, self._stepped(where, self._take(where, gradient), clip))
+        with self._at_tier():
+            numbers = self._take(where, gradient)
+        numbers = self._stepped(where, numbers, clip)
+        with self._at_tier():
+            self._put(where, numbers)
+
+    def _at_tier(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.in_memory else self.at_tier.during()
 
     def renew(self) -> None:
         """What is on the device of the blocks that train is of before the step."""

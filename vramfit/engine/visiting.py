@@ -182,6 +182,12 @@ class VisitedBlocks:
         """What the blocks that stay take of the device."""
         return self.stream.staying_bytes + (self._experts.staying_bytes if self._experts is not None else 0)
 
+    def read_gaps(self) -> None:
+        """Count what the device has waited for visitors so far."""
+        self.stream.gaps.read()
+        if self._experts is not None:
+            self._experts.gaps.read()
+
     def stay(self, blocks: Collection[int]) -> None:
         """Change which blocks stay on the device, between two steps."""
         self.stream.stay(blocks)

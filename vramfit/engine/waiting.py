@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vramfit.engine.accelerators import backend_of
 from vramfit.planning.plan import Tier
 from vramfit.positioned import PositionedFile
 
@@ -21,8 +22,8 @@ class WaitingInputs:
     """Hidden states by block and micro-batch, each with the random state it was computed with, or None."""
 
     def __init__(self, tier: Tier, device: torch.device) -> None:
-        # Without a card the device is RAM itself.
-        self.tier = "device" if tier == "host" and device.type == "cpu" else tier
+        # Where nothing is copied from locked pages the device's memory is RAM itself: a processor's, Apple silicon's.
+        self.tier = "device" if tier == "host" and not backend_of(device).pinned else tier
         self.device = device
         self._there: dict[Key, tuple[Any, dict[str, Tensor] | None]] = {}
         self._file: PositionedFile | None = None

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from vramfit.engine.accelerators import backend_of
 from vramfit.engine.blocks import Layout, Tier
 from vramfit.engine.expert_slices import Slice
 from vramfit.engine.grouped import has_known_layout, modules_of_experts, up_name
@@ -164,7 +165,7 @@ def own_tier(
     """A tier of the run's own, in RAM or in a file of that name; `leaves` as in DiskTier. Raises OutOfDisk."""
     if where == "disk":
         return DiskTier(layouts, scratch / f"{name}.bin", leaves=leaves)
-    return RamTier(layouts, pinned=plan.device != "cpu")
+    return RamTier(layouts, pinned=backend_of(plan.device).pinned)
 
 
 def _as_stored(layout: Layout, sources: Mapping[str, Source]) -> Layout:

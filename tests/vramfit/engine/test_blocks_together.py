@@ -13,6 +13,7 @@ from tests.vramfit.engine import test_trained_blocks as full
 from tests.vramfit.engine.test_streaming import a_plan, assert_equal_runs, batches, resident, saved, streaming
 from vramfit.engine.blocks import BlockStream, Layout
 from vramfit.engine.tiers import RamTier
+from vramfit.errors import CheckpointError
 from vramfit.planning.slots import groups_of
 
 pytestmark = pytest.mark.usefixtures("copied")
@@ -63,11 +64,8 @@ def test_a_step_moves_two_passes_less_what_is_at_the_turns(tmp_path: Path) -> No
 
 
 def test_the_next_ones_are_fetched_while_the_first_of_a_group_is_computed() -> None:
-    layouts = [Layout({"weight": ((64,), torch.float32)}) for _ in range(6)]
-    tier = RamTier(layouts, pinned=False)
-    for block in range(6):
-        tier.flats[block].view(torch.float32).fill_(block)
-    stream = BlockStream(tier, torch.device("cpu"), together=2 * layouts[0].nbytes)
+    tier = numbered(6)
+    stream = BlockStream(tier, torch.device("cpu"), together=2 * tier.layouts[0].nbytes)
 
     there = []
     for block in (0, 1, 2, 3, 4, 5):
@@ -79,6 +77,66 @@ def test_the_next_ones_are_fetched_while_the_first_of_a_group_is_computed() -> N
     assert there[:3] == [[(0, 1), (2, 3)], [(0, 1), (2, 3)], [(4, 5), (2, 3)]]
     stream.stay([2])
     assert [stream.bring(block, "up")["weight"].unique().item() for block in range(6)] == list(range(6))
+    stream.close()
+
+
+def numbered(count: int) -> RamTier:
+    """Blocks of 64 numbers, each of which is the block's."""
+    tier = RamTier([Layout({"weight": ((64,), torch.float32)}) for _ in range(count)], pinned=False)
+    for block in range(count):
+        tier.flats[block].view(torch.float32).fill_(block)
+    return tier
+
+
+@pytest.mark.parametrize(
+    ("stays", "moved"), [([0, 1, 2], [3, 4, 4, 5, 6, 6]), ([3, 4, 5], [4, 6, 6, 6, 6, 6]), ([1, 4], [4, 4, 5, 6, 6, 6])]
+)
+def test_what_has_changed_of_blocks_that_stay_comes_one_by_one_ahead_of_need(
+    stays: list[int], moved: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From where it lies, with nothing made of a block on the way; counted, and not once more."""
+    tier = numbered(6)
+    stream = BlockStream(tier, torch.device("cpu"), resident=stays)
+    monkeypatch.setattr(BlockStream, "_whole", None)
+    for block in range(6):
+        tier.flats[block].view(torch.float32).add_(10)
+        stream.forget(block)
+    begun, found, seen = stream.traffic.visits, [], []
+    for block in range(6):
+        found.append(stream.bring(block, "up")["weight"].unique().item())
+        seen.append(stream.traffic.visits - len(stays))
+
+    assert begun == len(stays) + 1, "the first while the step ends"
+    assert found == [10, 11, 12, 13, 14, 15]
+    assert seen == moved
+    assert stream.traffic.moved_bytes == (6 + len(stays)) * tier.layouts[0].nbytes
+    stream.close()
+
+
+def test_a_block_that_stays_and_left_before_what_had_changed_of_it_came() -> None:
+    tier = numbered(4)
+    stream = BlockStream(tier, torch.device("cpu"), resident=[0, 1])
+    for block in (0, 1):
+        tier.flats[block].view(torch.float32).fill_(7)
+        stream.forget(block)
+    stream.stay([1])
+
+    assert [stream.bring(block, "up")["weight"].unique().item() for block in range(4)] == [7, 7, 2, 3]
+    stream.close()
+
+
+def test_a_block_that_cannot_be_renewed_is_never_taken_for_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = numbered(2)
+    stream = BlockStream(tier, torch.device("cpu"), resident=[0])
+
+    def broken(*_: object) -> None:
+        raise CheckpointError("The drive is gone", "Check it.")
+
+    monkeypatch.setattr(stream, "_read", broken)
+    stream.forget(0)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="The drive is gone"):
+            stream.bring(0, "up")
     stream.close()
 
 

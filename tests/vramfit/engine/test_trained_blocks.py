@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,30 @@ def test_what_a_step_waits_for_and_writes_is_told(tmp_path: Path) -> None:
     assert waits.disk_seconds > 0 and waits.optimizer_seconds > 0 and waits.link_seconds == 0
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_disk_that_backward_waits_for_is_no_optimizer(
+    at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one pass each block is read, stepped and written beside backward; else its gradients are written there."""
+    folder = saved("llama", tmp_path / "model")
+    here = streaming(folder, disk(full_plan(optimizer_in_backward=at_once, clip_passes=1)), tmp_path)
+    assert here.trained is not None
+    here.step(batches(), 1e-2)
+    slow, of = ("_take", TrainedBlocks) if at_once else ("put", type(here.trained._gradients))
+    usual = getattr(of, slow)
+
+    def slowly(self: Any, *args: Any) -> Any:
+        time.sleep(0.04 if at_once or self is here.trained._gradients else 0.0)  # type: ignore[union-attr]
+        return usual(self, *args)
+
+    monkeypatch.setattr(of, slow, slowly)
+    waits = here.step(batches(), 1e-2).waits
+
+    assert waits is not None
+    assert waits.disk_seconds > 5 * 9 * 0.04 / 2, "of 45 weights' more than a half is not hidden"
+    assert waits.disk_seconds > waits.optimizer_seconds > 0
+
+
 @pytest.mark.parametrize("tier", ["host", "disk", "host, copied"])
 def test_blocks_may_come_to_stay_and_leave_between_steps(
     tier: Any, tmp_path: Path, request: pytest.FixtureRequest
@@ -296,7 +321,8 @@ def test_a_governor_sends_blocks_away_one_a_step_while_memory_is_short(tmp_path:
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_a_step_moves_two_passes_less_the_blocks_at_the_turn(accumulation: int, tmp_path: Path) -> None:
-    """However many micro-batches it has. At the bottom nothing is saved: what was there has been stepped."""
+    """However many micro-batches it has. At the bottom nothing is saved: what was there has been stepped. What has
+    changed of the block that stays comes once."""
     folder = saved("llama", tmp_path / "model")
     here = streaming(folder, disk(full_plan(), resident_blocks=1), tmp_path)
     here.step(batches()[:accumulation], 1e-2)
@@ -305,5 +331,5 @@ def test_a_step_moves_two_passes_less_the_blocks_at_the_turn(accumulation: int, 
 
     here.step(batches()[:accumulation], 1e-2)
 
-    assert traffic.visits - before.visits == 2 * 4 - 2
-    assert traffic.moved_bytes - before.moved_bytes == (2 * 4 - 2) * layout.nbytes
+    assert traffic.visits - before.visits == 2 * 4 - 2 + 1
+    assert traffic.moved_bytes - before.moved_bytes == (2 * 4 - 2 + 1) * layout.nbytes
