@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import weakref
 from pathlib import Path
+from typing import Final
+
+from vramfit.places import NO_ROOM
+
+_PROBED: Final = 4096
+"""Bytes that are written as they are, to see whether they can be."""
 
 
 class PositionedFile:
@@ -45,6 +52,24 @@ class PositionedFile:
             os.posix_fallocate(self.descriptor, 0, nbytes)
         else:
             os.ftruncate(self.descriptor, nbytes)
+
+    def lacks_room(self, offset: int, nbytes: int) -> OSError | None:
+        """Why the file system would not take those bytes of the file, if that is for want of room: the disk is full, or
+        a quota used up. Where what is overwritten goes to a new place, room that was reserved is no promise."""
+        try:
+            if os.fstat(self.descriptor).st_size < offset + nbytes:
+                return None  # it was cut off
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self.descriptor, offset, nbytes)
+            if hasattr(os, "fstatvfs"):
+                found = os.fstatvfs(self.descriptor)
+                if found.f_bavail * found.f_frsize < nbytes:
+                    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            own = memoryview(bytearray(min(nbytes, _PROBED)))
+            self.write_from(offset, own[: self.read_into(offset, own)])
+        except OSError as error:
+            return error if error.errno in NO_ROOM else None
+        return None
 
     def state(self) -> tuple[int, int]:
         """(bytes, time of the last change): what tells a file that was changed."""

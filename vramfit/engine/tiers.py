@@ -12,6 +12,7 @@ from torch import Tensor
 from vramfit.engine.blocks import Layout
 from vramfit.engine.mapped import MappedFile
 from vramfit.errors import CheckpointError, OutOfDisk
+from vramfit.places import NO_ROOM
 from vramfit.positioned import PositionedFile
 from vramfit.units import format_bytes
 
@@ -167,12 +168,9 @@ class DiskTier:
             self._mapped.leave(self._starts[block], self.layouts[block].nbytes)
 
     def write(self, block: int, flat: Tensor) -> None:
-        """Write a whole block. Raises OutOfDisk."""
+        """Write a whole block. Raises OutOfDisk, CheckpointError."""
         nbytes = self.layouts[block].nbytes
-        try:
-            self._file.write_from(self._starts[block], flat[:nbytes].numpy().data)
-        except OSError as error:
-            raise self._no_room(error) from error
+        self._write(self._starts[block], flat[:nbytes].numpy().data)
         self.written_bytes += nbytes
 
     def take(self, block: int, name: str) -> Tensor:
@@ -184,7 +182,7 @@ class DiskTier:
         return found
 
     def lend(self, block: int, name: str, *, changes: bool) -> Tensor:
-        """Raises CheckpointError."""
+        """Raises CheckpointError, OutOfDisk."""
         if self._mapped is None:
             return self.take(block, name)
         place = self.layouts[block].places[name]
@@ -192,12 +190,16 @@ class DiskTier:
         return found.view(place.dtype).view(place.shape)
 
     def _presented(self, start: int, nbytes: int, *, changes: bool) -> Tensor:
-        """Bytes of the file where they lie. Raises CheckpointError."""
+        """Bytes of the file where they lie. Raises CheckpointError, and OutOfDisk where they are to be changed."""
         assert self._mapped is not None
         try:
             return self._mapped.present(start, nbytes, changes=changes)
         except OSError as error:
-            raise self._unreadable(error) from error
+            # A page that cannot be had is one error, whatever the reason.
+            full = self._file.lacks_room(start, nbytes) if changes else None
+            if full is not None:
+                raise self._no_room(full) from error
+            raise self._failed(error) from error
 
     def done(self, block: int, name: str) -> None:
         if self._mapped is not None and self._leaves:
@@ -208,12 +210,13 @@ class DiskTier:
         try:
             read = self._file.read_into(self._starts[block] + offset, view)
         except OSError as error:
-            raise self._unreadable(error) from error
+            raise self._failed(error) from error
         if read < len(view):
             raise self._cut_off(block)
 
     def put(self, block: int, name: str, tensor: Tensor) -> None:
-        """Write one tensor of a block, in the format it has here; one that was lent is there. Raises OutOfDisk."""
+        """Write one tensor of a block, in the format it has here; one that was lent is there. Raises OutOfDisk,
+        CheckpointError."""
         place = self.layouts[block].places[name]
         self.written_bytes += place.nbytes
         start = self._starts[block] + place.offset
@@ -221,10 +224,13 @@ class DiskTier:
             self.done(block, name)
             return
         flat = tensor.detach().to(device="cpu", dtype=place.dtype).contiguous().view(-1).view(torch.uint8)
+        self._write(start, flat.numpy().data)
+
+    def _write(self, start: int, view: memoryview) -> None:
         try:
-            self._file.write_from(start, flat.numpy().data)
+            self._file.write_from(start, view)
         except OSError as error:
-            raise self._no_room(error) from error
+            raise (self._no_room(error) if error.errno in NO_ROOM else self._failed(error, "written")) from error
 
     def _cut_off(self, block: int) -> CheckpointError:
         return CheckpointError(
@@ -232,9 +238,9 @@ class DiskTier:
             "Resume the run: the file is made anew from its last checkpoint.",
         )
 
-    def _unreadable(self, error: OSError) -> CheckpointError:
+    def _failed(self, error: OSError, done: str = "read") -> CheckpointError:
         return CheckpointError(
-            f"{self.path} cannot be read ({error.strerror or error})", "Check the drive, then resume the run."
+            f"{self.path} cannot be {done} ({error.strerror or error})", "Check the drive, then resume the run."
         )
 
     def _no_room(self, error: OSError) -> OutOfDisk:

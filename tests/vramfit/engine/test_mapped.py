@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 from vramfit.engine.blocks import BlockStream, Layout
 from vramfit.engine.mapped import MappedFile
 from vramfit.engine.tiers import DiskTier, FilesTier, FrozenBeforeTrained, RamTier
-from vramfit.errors import CheckpointError
+from vramfit.errors import CheckpointError, OutOfDisk
 from vramfit.positioned import PositionedFile
 
 SHAPE = (300, 1000)
@@ -94,6 +96,70 @@ def test_a_drive_that_fails_while_it_lends_is_told(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(MappedFile, "_ask", broken)
     with pytest.raises(CheckpointError, match=r"blocks\.bin cannot be read \(Input/output error\)"):
         tier.lend(0, "weight", changes=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of a megabyte, where one may be mounted."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@linux
+def test_a_disk_that_fills_under_what_is_lent_is_told(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a file system overwrites nothing in place: room that was reserved is none."""
+    monkeypatch.setattr(PositionedFile, "reserve", lambda self, nbytes: os.ftruncate(self.descriptor, nbytes))
+    tier = a_tier(small_disk)
+
+    with pytest.raises(OutOfDisk, match=r"has no room for 2 MiB of blocks \(No space left on device\)"):
+        tier.lend(0, "weight", changes=True)
+    tier.lend(0, "odd", changes=True).fill_(3)
+
+
+@linux
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_room_that_a_disk_or_a_quota_refuses_is_no_drive_that_fails(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a page cannot be had the system does not say why. A write of what is there does."""
+    tier = a_tier(tmp_path)
+    numbers = torch.randn(SHAPE)
+    tier.put(0, "weight", numbers)
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def refused(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(MappedFile, "_ask", broken)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        tier.lend(0, "weight", changes=True)
+    assert torch.equal(tier.take(0, "weight"), numbers)
+    monkeypatch.setattr(os, "pwritev", refused)
+    with pytest.raises(OutOfDisk, match=os.strerror(code)):
+        tier.lend(0, "weight", changes=True)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        tier.lend(0, "weight", changes=False)
+
+
+@linux
+def test_a_drive_that_cannot_be_written_is_not_a_full_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = a_tier(tmp_path)
+
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pwritev", broken)
+    with pytest.raises(CheckpointError, match=r"blocks\.bin cannot be written \(Input/output error\)"):
+        tier.put(0, "weight", torch.zeros(SHAPE))
 
 
 def test_where_files_cannot_be_lent_copies_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
