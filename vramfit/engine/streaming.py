@@ -389,23 +389,29 @@ class StreamingExecutor(ResidentExecutor):
 
     def _forward(self, pieces: Sequence[Piece], *, keep: bool) -> tuple[list[Tensor], list[list[Call]]]:
         """(what the last block gives for each piece, each piece's calls of the blocks); inputs wait where planned."""
-        caught = []
-        self._drawn_first.clear()
-        for piece in pieces:
-            self._drawn_first.append(self._drawn())
-            caught.append(self.visits.catch(lambda piece=piece: self._call_decoder(piece)))  # type: ignore[misc]
-        hidden = [each.hidden for each in caught]
+        hidden, calls = self._embedded(pieces)
         for block in range(len(self.visits.blocks)):
             with self.visits.present(block, "up"):
                 if block in self.visits.split:
-                    self._split.forward(block, hidden, [each.calls[block] for each in caught], keep=keep)
+                    self._split.forward(block, hidden, [each[block] for each in calls], keep=keep)
                     continue
-                for index, each in enumerate(caught):
+                for index, each in enumerate(calls):
                     if keep and block >= self._first:
                         self._waiting.put((block, index), hidden[index], self._drawn())
                     with self._computing():
-                        hidden[index] = self.visits.compute(block, hidden[index], each.calls[block])
-        return hidden, [each.calls for each in caught]
+                        hidden[index] = self.visits.compute(block, hidden[index], each[block])
+        return hidden, calls
+
+    def _embedded(self, pieces: Sequence[Piece]) -> tuple[list[Tensor], list[list[Call]]]:
+        """(what the first block is given for each piece, each piece's calls of the blocks)."""
+        hidden, calls = [], []
+        self._drawn_first.clear()
+        for piece in pieces:
+            self._drawn_first.append(self._drawn())
+            caught = self.visits.catch(lambda piece=piece: self._call_decoder(piece))  # type: ignore[misc]
+            hidden.append(caught.hidden)
+            calls.append(caught.calls)
+        return hidden, calls
 
     def _losses(
         self, kept: Sequence[tuple[Piece, Targets]], hidden: list[Tensor], factor: float, tied: TiedGradient | None

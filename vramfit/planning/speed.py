@@ -472,7 +472,7 @@ class _Step:
     def exposed_link(self, working: float) -> float:
         """Seconds of the step that links add to `working` ones."""
         if self.streams:
-            return self._hidden(self.visits / self.rates.link, working) if self.plan.weights_tier == "host" else 0.0
+            return self._exposed_visits(working)
         exposed = 0.0
         if self.plan.cards > 1:
             exposed = self.exposed_collectives(working)
@@ -480,6 +480,24 @@ class _Step:
             inputs = 2.0 * self.plan.recompute * self.formats.residual * self.architecture.hidden_size * self.tokens
             exposed += self._hidden(self.passes * inputs / self.rates.link, working)
         return exposed
+
+    def _exposed_visits(self, working: float) -> float:
+        """Those of a step whose blocks visit. Inputs that wait in RAM move in the stream that computes: nothing is
+        computed meanwhile, and on their way back they have the half of the link that blocks come over."""
+        inputs = self.waiting_inputs / self.rates.link
+        if self.plan.weights_tier != "host":
+            return inputs
+        return inputs + self._hidden(self.visits / self.rates.link, working + inputs / 2.0)
+
+    @property
+    def waiting_inputs(self) -> float:
+        """Bytes of a step's inputs to RAM and back, where blocks visit: of every block that has a backward. One that
+        comes in parts asks for its input twice, and has its experts' answer wait as well."""
+        if self.plan.input_tier != "host" or self.rates.on_cpu:
+            return 0.0
+        hidden = self.tokens * self.architecture.hidden_size * float(self.formats.residual)
+        trips = sum(kind.back * (2.0 if kind.split is None else 6.0) for kind in self.kinds)
+        return self.passes * hidden * trips
 
     def exposed_collectives(self, working: float) -> float:
         """Gathering weights, reducing gradients: in every micro-batch where weights are shared, else once a step."""
@@ -510,12 +528,14 @@ class _Step:
     @property
     def visits(self) -> float:
         """Bytes a step brings to the device: every block that does not stay, forward and, where it has one, backward,
-        whatever the number of micro-batches; blocks that train send their gradients back at the same time, over the
-        link's other half."""
+        whatever the number of micro-batches; and what has changed of those that stay and train. Blocks that train send
+        their gradients back at the same time, over the link's other half."""
         layers, plan = self.architecture.layers, self.plan
         blocks = self.stored.weight_bytes * (1.0 - self.architecture.outside_params / self.architecture.params)
         first, stay = plan.first_trained(layers), plan.staying(layers)
         passes = sum(2.0 if layer >= first else 1.0 for layer in range(layers) if layer not in stay)
+        if self.trains_base:
+            passes += sum(layer >= first for layer in stay)
         return blocks * passes / layers
 
     def exposed_disk(self, working: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +311,33 @@ def test_no_one_asks_where_a_table_is_that_is_looked_up(
         for each in (there, here)
     ]
     assert said[0] == said[1] and len(said[0]) > 8
+
+
+def test_what_the_embedding_gave_is_gone_when_the_first_block_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all micro-batches: in an evaluation nothing waits for backward."""
+    folder = saved("llama", tmp_path / "model")
+    here = streaming(folder, a_plan(weights_tier="host"), tmp_path)
+    catch, compute = here.visits.catch, here.visits.compute
+    given: list[weakref.ref[torch.UntypedStorage]] = []
+    there: list[int] = []
+
+    def caught(forward: Any) -> Any:
+        found = catch(forward)
+        given.append(weakref.ref(found.hidden.untyped_storage()))
+        return found
+
+    def computed(block: int, *args: Any) -> torch.Tensor:
+        if block == 1:
+            there.append(sum(each() is not None for each in given))
+        return compute(block, *args)
+
+    monkeypatch.setattr(here.visits, "catch", caught)
+    monkeypatch.setattr(here.visits, "compute", computed)
+    here.evaluate(batches())
+
+    assert len(given) == 3 and there == [0, 0, 0]
 
 
 def test_a_weight_file_that_changes_is_told_by_name(tmp_path: Path) -> None:

@@ -121,8 +121,10 @@ def test_streamed_frozen_blocks_come_once_a_step_and_are_not_written(
         ).visits
 
     assert visits(planned) == pytest.approx(block * (architecture.layers - 4 + 2 * 4))
-    assert visits(dataclasses.replace(planned, resident_blocks=3)) == pytest.approx(block * (32 + 2 * 1))
-    assert visits(dataclasses.replace(planned, resident_blocks=5)) == pytest.approx(block * 31)
+    assert visits(dataclasses.replace(planned, resident_blocks=3)) == pytest.approx(block * (32 + 2 * 1 + 3))
+    assert visits(dataclasses.replace(planned, resident_blocks=5)) == pytest.approx(block * (31 + 4))
+    adapters = plan(method="lora", lora_rank=8, lora_targets=("q_proj",), weights_tier="disk", resident_blocks=3)
+    assert visits(adapters) == pytest.approx(2 * block * (architecture.layers - 3)), "those that stay do not change"
     estimate = estimate_memory(architecture, planned, workload())
     trained = trained_params(architecture, planned)
     # weights and gradients of the blocks, two states of everything that trains

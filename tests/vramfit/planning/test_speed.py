@@ -206,6 +206,22 @@ def test_a_disk_is_slower_than_ram_and_named(plan: Callable[..., Plan]) -> None:
     assert speed.step_seconds > 2 * 35e9 / 3e9
 
 
+def test_inputs_of_visited_blocks_go_to_ram_and_back_while_nothing_is_computed(plan: Callable[..., Plan]) -> None:
+    """80 blocks' inputs of 8192 numbers in 16 bits, twice over the link, for every token of the step."""
+    llama, card = model("meta-llama/Llama-2-70b-hf"), machine_with("RTX 4090").devices[0]
+
+    def link(**changes: object) -> float:
+        wish = sharded(plan, cards=1, sharding="none", micro_batch=1, **{"weights_tier": "disk", **changes})
+        return estimate_speed(llama, wish, card, LONG).bounds["link"]
+
+    tokens = padded_length(sharded(plan, cards=1, sharding="none", micro_batch=1), LONG)
+    once = 2 * 80 * 8192 * 2 * tokens / card.link_bandwidth
+    assert link() == 0
+    assert link(input_tier="host") == pytest.approx(once)
+    assert link(input_tier="host", accumulation=3) == pytest.approx(3 * once)
+    assert link(input_tier="host", weights_tier="host") == pytest.approx(once + link(weights_tier="host"), rel=0.01)
+
+
 def test_states_in_ram_cost_their_way_and_the_hosts_step(plan: Callable[..., Plan]) -> None:
     llama, card = model("Qwen/Qwen3-0.6B"), machine_with("RTX 4090").devices[0]
     wish = {"method": "full", "compute": "bf16", "max_length": 2048}
