@@ -30,7 +30,9 @@ if ((${#missing[@]})); then
     "$python" -m pip install --quiet --no-index --find-links "$wheels" --target "$beside" "${missing[@]/yaml/PyYAML}"
     export PYTHONPATH="$beside${PYTHONPATH:+:$PYTHONPATH}"
 fi
-export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
-export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-$PYTORCH_ALLOC_CONF}"
+# As a run has it: segments that grow, locked RAM that is not rounded up. A setting that is there is left alone.
+settings="$("$python" -c "from vramfit.engine.accelerators import prepare_allocator as prepare; made = {}; prepare(made); print(*made.values())")"
+settings="${PYTORCH_ALLOC_CONF:-${PYTORCH_CUDA_ALLOC_CONF:-$settings}}"
+[[ -z "$settings" ]] || export PYTORCH_ALLOC_CONF="$settings" PYTORCH_CUDA_ALLOC_CONF="$settings"
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 "$python" bench/gpu/run.py "${arguments[@]}"
