@@ -349,6 +349,8 @@ class BlockStream:
 
     def _next_staging(self, nbytes: int) -> _Staging:
         """Two buffers in turn: while one is on its way to the device the next blocks are read into the other."""
+        if not self._staging:  # nothing visits, and all that stay are read again
+            self._staging = self._staging_buffers(nbytes)
         self._staging.reverse()
         staging = self._staging[0]
         if staging.sent is not None:

@@ -212,6 +212,27 @@ def test_a_block_that_cannot_be_read_is_an_error_before_it_is_computed_with(tmp_
     stream.close()
 
 
+@pytest.mark.parametrize("stays", [[], [0], [0, 1, 2]])
+def test_a_device_that_copies_by_itself_is_asked_for_no_streams_and_no_locked_pages(
+    stays: list[int], tmp_path: Path
+) -> None:
+    """As Apple silicon, whose place torch's device for nothing takes here: blocks are read into RAM, then copied."""
+    tier = a_tier(tmp_path, count=3)
+    stream = BlockStream(tier, torch.device("meta"), resident=stays)
+    for direction in ("up", "down", "up"):
+        for block in range(3) if direction == "up" else (2, 1, 0):
+            assert stream.bring(block, direction)["weight"].is_meta  # type: ignore[arg-type]
+        for block in range(3):
+            stream.forget(block)
+
+    changed = 2 * len(stays) + min(1, len(stays))  # before the second pass and the third, and what comes for a fourth
+    visits = 3 + 3 + 3 if not stays else {1: 2 + 2 + 2, 3: 0}[len(stays)]
+    assert stream.traffic.visits == len(stays) + changed + visits
+    assert [each.flat.nbytes for each in stream._staging] == [tier.layouts[0].nbytes] * 2
+    assert not any(each.flat.is_pinned() for each in stream._staging)
+    stream.close()
+
+
 def test_blocks_that_stay_in_ram_are_not_there_twice() -> None:
     layout = Layout({"weight": (SHAPE, torch.float32)})
     tier = RamTier([layout, layout, layout], pinned=False)

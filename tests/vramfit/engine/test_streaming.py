@@ -13,12 +13,15 @@ import torch
 from tests.vramfit.engine.conftest import make_sequences, pack, pad
 from tests.vramfit.models.tiny_families import TINY
 from vramfit.config import RunConfig, ScheduleChoice
+from vramfit.engine.blocks import Layout
 from vramfit.engine.optimizers import build_optimizer
 from vramfit.engine.resident import ResidentExecutor
 from vramfit.engine.streaming import StreamingExecutor
+from vramfit.engine.waiting import WaitingInputs
 from vramfit.errors import ModelError
 from vramfit.models import streamed
 from vramfit.models.adapters import attach_adapters
+from vramfit.models.block_tiers import own_tier
 from vramfit.models.generate import generate
 from vramfit.models.load import load_model, own_weights
 from vramfit.models.streamed import open_streamed
@@ -279,6 +282,18 @@ def test_a_streamed_model_writes_the_text_of_a_resident_one(tmp_path: Path) -> N
         streaming(folder, dataclasses.replace(plan, weights_tier="disk"), tmp_path),
     )
     assert text(there) == text(here)
+
+
+@pytest.mark.parametrize(("device", "tier"), [("cpu", "device"), ("mps", "device"), ("cuda:0", "host")])
+def test_inputs_wait_in_ram_only_where_that_is_other_memory(device: str, tier: str) -> None:
+    assert WaitingInputs("host", torch.device(device)).tier == tier
+
+
+def test_apple_silicon_locks_no_pages(tmp_path: Path) -> None:
+    """Torch has none there: asked for, they would be an error, as they are here."""
+    layout = Layout({"weight": ((8,), torch.float32)})
+
+    assert own_tier(a_plan(device="mps"), "host", [layout], tmp_path, "blocks").in_memory
 
 
 class Numbers:
