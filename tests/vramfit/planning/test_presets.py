@@ -188,3 +188,16 @@ def test_several_cards_train_more_together_and_say_what_is_missing(name: str, co
         assert together.forecast.memory.device_bytes <= together.forecast.plan.budget_bytes
         bigger = params(together.model) > params(alone.model)
         assert bigger or together.forecast.speed.tokens_per_s > 2 * alone.forecast.speed.tokens_per_s
+
+
+def test_what_this_version_does_on_one_card_is_not_said_to_be_lacking() -> None:
+    """Full training of an 8B on eight 4090s: refused, and streaming on one of them is in this version."""
+    name, count = COMPARED[0]
+    machine = machine_with(name, count=count, ram_gib=SETUP_RAM_GIB)
+    one = preset("best quality", machine, abilities=SEVERAL_CARDS)
+    assert one is not None
+    full = dataclasses.replace(one, changes={**one.changes, "method": "full"})
+    with pytest.raises(WontFit) as refused:
+        replanned(full, machine, abilities=SEVERAL_CARDS, model="Qwen/Qwen3-8B")
+    assert refused.value.suggestions
+    assert not any("(: " in str(suggestion) for suggestion in refused.value.suggestions)
