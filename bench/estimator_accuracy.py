@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from accuracy_page import write_page
-from reference_rows import NoRows, Row, Run, Unusable, decimal, is_set, measured, read_rows, run_of
+from reference_rows import NoRows, Row, Run, Unusable, decimal, is_set, measured, read_rows, run_of, stand_in
 from reference_speed import compare_speed, speed_summary
 
 from vramfit.hardware import catalogue as cards
@@ -109,7 +109,7 @@ def _failed_gib(row: Row) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """One row's outcome, in GiB."""
+    """One row's outcome, in GiB. `stand_in` is the record taken for a program that has none of its own."""
 
     id: str
     source: str
@@ -124,6 +124,7 @@ class Compared:
     predicted_gib: float
     error: float
     phase: str
+    stand_in: str = ""
 
     @property
     def judged(self) -> bool:
@@ -148,6 +149,7 @@ def compare(row: Row) -> Compared:
         predicted_gib=found.figure_gib,
         error=found.figure_gib / peak - 1,
         phase=found.phase,
+        stand_in=stand_in(row),
     )
 
 
@@ -205,15 +207,18 @@ def report(rows: list[Row], failed: list[Row]) -> tuple[dict[str, Any], list[Com
         except Unusable:  # no such card in the catalogue, so no rate to predict with; or no number was measured
             continue
     judged = [row for row in compared if row.judged]
+    of_a = speed_summary(row for row in speeds if row.quality == "A")
     found = {
         "allocated_A": summary(row for row in judged if row.quality == "A" and row.metric == "allocated"),
         "all_AB": summary(judged, balanced=True),
         "oom": failures(failed, skipped),
         "completed": alarms(rows),
-        "speed": {key: value for key, value in speed_summary(speeds).items() if key != "pairs"},
+        "speed": {key: value for key, value in speed_summary(speeds).items() if key != "pairs"}
+        | {"A": {key: of_a[key] for key in ("n", "median")}},
         "by": {field: by(judged, field) for field in ("source", "method", "recompute", "metric", "program")},
         "rows": [
             {key: getattr(row, key) for key in ("id", "measured_gib", "predicted_gib", "error", "phase")}
+            | ({"stand_in": row.stand_in} if row.stand_in else {})
             for row in compared
         ],
         "skipped": skipped,

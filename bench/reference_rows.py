@@ -163,7 +163,17 @@ def program_of(row: Row) -> Program:
     return program
 
 
+def stand_in(row: Row) -> str:
+    """The record that stands in for a program nobody wrote one for; "" where the program has its own."""
+    return "" if _own_record(row) else _closest(row)
+
+
 def _record(row: Row) -> str:
+    return _own_record(row) or _closest(row)
+
+
+def _own_record(row: Row) -> str:
+    """The record of the row's program, "" where there is none."""
     name, quantised = row["program"].lower(), row["method"] == "qlora"
     if name.startswith("fms"):
         found = "fms/foak" if "foak" in name else "fms"
@@ -181,7 +191,7 @@ def _record(row: Row) -> str:
         return "peft/dora"
     if found == "qwen" and row["compute_dtype"] == "fp16":
         return "qwen-fp16"
-    return found or _closest(row)
+    return found
 
 
 def _closest(row: Row) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import subprocess
@@ -118,6 +119,7 @@ def test_the_report_has_exactly_its_keys_and_judges_what_it_may() -> None:
     assert set(found["by"]) == {"source", "method", "recompute", "metric", "program"}
     assert [row["id"] for row in found["rows"]] == ["a", "b", "c"]
     assert set(found["rows"][0]) == {"id", "measured_gib", "predicted_gib", "error", "phase"}
+    assert found["speed"]["A"]["n"] == 1
     assert [row["id"] for row in found["skipped"]] == ["d"]
     assert "nobody/nothing" in found["skipped"][0]["reason"]
     assert [row.capped for row in outcomes] == [False, False, True]
@@ -276,6 +278,17 @@ def test_the_page_has_every_part_and_the_plot_a_dot_a_row(tmp_path: Path) -> Non
     assert scatter([]).startswith("<svg")
 
 
+def test_a_record_that_stands_in_is_named_in_rows_and_page(tmp_path: Path) -> None:
+    foreign = {**USUAL, "program": "nobody's trainer", "loss_impl": "fused"}
+    found, outcomes = bench.report([complete({**USUAL, "id": "a"}), complete({**foreign, "id": "b"})], [])
+    write_page(tmp_path, found, outcomes)
+
+    assert [row.get("stand_in", "") for row in found["rows"]] == ["", "transformers+liger"]
+    page = (tmp_path / "accuracy.md").read_text(encoding="utf-8")
+    assert "- nobody's trainer (1 rows): transformers+liger" in page
+    assert "Of these" not in page  # no tokens/s were measured
+
+
 def test_the_command_prints_json(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.csv", rows()[:1])
     printed = subprocess.run(
@@ -313,3 +326,35 @@ def test_the_goals_that_are_met_stay_met(judged: list[bench.Compared]) -> None:
 
 def test_estimates_at_a_cap_are_not_below_what_was_measured(judged: list[bench.Compared]) -> None:
     assert [row.id for row in judged if row.capped and row.quality in ("A", "B") and row.error < -0.05] == []
+
+
+def published(name: str) -> list[bench.Row]:
+    path = REFERENCE / name
+    if not path.exists():
+        pytest.skip(f"{path} is not there: the published rows come with the project's data, not with its code")
+    return bench.read(path)
+
+
+def test_published_runs_that_failed_are_caught_and_those_that_completed_pass() -> None:
+    failed = bench.failures(published("oom_dev.csv"), [])
+    completed = bench.alarms(published("measured_dev.csv"))
+
+    assert failed["n"] >= 20
+    assert failed["caught"] >= 0.95 * failed["n"]
+    assert completed["n"] >= 100
+    assert completed["false_alarms"] <= 0.02 * completed["n"]
+
+
+def test_published_speeds_and_their_order_are_met() -> None:
+    speeds = []
+    for row in published("measured_dev.csv"):
+        if row["tokens_per_s"] and row["quality"] in ("A", "B"):
+            with contextlib.suppress(bench.Unusable):  # no such card or model in the catalogue
+                speeds.append(bench.compare_speed(row))
+    all_of_them = bench.speed_summary(speeds)
+    of_a = bench.speed_summary(row for row in speeds if row.quality == "A")
+
+    assert all_of_them["n"] >= 50
+    assert of_a["median"] <= 0.15
+    assert all_of_them["median"] <= 0.2
+    assert all_of_them["pair_order"] >= 0.93

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from vramfit.planning.plan import Plan, ShardingKind, Tier
+from vramfit.planning.plan import InputTier, Plan, ShardingKind, Tier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Abilities:
 
     weights: tuple[Tier, ...]
     optimizer: tuple[Tier, ...]
-    inputs: tuple[Tier, ...]
+    inputs: tuple[InputTier, ...]
     optimizer_bits: tuple[int, ...]
     sharding: tuple[ShardingKind, ...]
     optimizers: tuple[str, ...] = ("adamw",)

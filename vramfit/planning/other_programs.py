@@ -19,7 +19,7 @@ from vramfit.errors import ConfigError, Problem
 from vramfit.hardware.devices import Device
 from vramfit.models.architecture import Architecture
 from vramfit.planning.memory import estimate_memory
-from vramfit.planning.plan import MemoryEstimate, Plan, SpeedEstimate, Tier, Workload
+from vramfit.planning.plan import InputTier, MemoryEstimate, Plan, SpeedEstimate, Workload
 from vramfit.planning.program import OURS, PROGRAMS, Program
 from vramfit.planning.speed import estimate_speed
 from vramfit.planning.stored import QUANTISED
@@ -156,7 +156,7 @@ def plan_in(program: Program, plan: Plan, architecture: Architecture, workload: 
     length = found.max_length if found.packing else min(found.max_length, workload.longest_tokens)
     size = found.micro_batch
     rows = chunk_rows(program, program.loss, architecture, micro_batch=size, tokens=size * length)
-    waits: Tier = "host" if program.inputs_in_ram and found.recompute else "device"
+    waits: InputTier = "host" if program.inputs_in_ram and found.recompute else "device"
     return replace(found, loss_chunk_tokens=rows, input_tier=waits)
 
 

@@ -63,6 +63,10 @@ class Workload:
 Tier = Literal["device", "host", "disk"]
 """Where bytes live: on the card, in RAM, in a file."""
 
+InputTier = Literal["device", "host"]
+"""Where inputs of recomputed blocks may wait. Never on disk: they would be written there in every pass, which no drive
+is rated for, and nothing here would price it."""
+
 WeightFormat = Literal["fp32", "bf16", "fp16", "int8", "nf4", "nf4-plain", "gptq-int4", "gptq-int4-whole", "gptq-int8"]
 """Formats of a base. nf4 is doubly quantised, nf4-plain is not; GPTQ bases, in groups of 128 or whole columns, are read
 by other programs than ours."""
@@ -123,7 +127,7 @@ class Plan:
     accumulation: int
     recompute: int
     selective: bool = False
-    input_tier: Tier = "device"
+    input_tier: InputTier = "device"
     compress: int = 0
     loss: Literal["fused", "chunked", "full"]
     loss_chunk_tokens: int = 0
