@@ -221,11 +221,11 @@ def _speed(forecast: Forecast, texts: Texts) -> str:
         width, word = seconds / speed.step_seconds, _esc(texts[f"bound.{name}"])
         drawn += (
             f'<span class="vf-part vf-bound-{name}" style="left:{left:.3%};width:{width:.3%}" '
-            f'title="{word}: {seconds:.3g} s"></span>'
+            f'title="{word}: {_seconds(seconds)} s"></span>'
         )
-        legend += f'<li><i class="vf-dot vf-bound-{name}"></i>{word}<b>{seconds:.3g} s</b></li>'
+        legend += f'<li><i class="vf-dot vf-bound-{name}"></i>{word}<b>{_seconds(seconds)} s</b></li>'
         left += width
-    label = _esc(texts["speed.bar"].format(seconds=f"{speed.step_seconds:.3g}"))
+    label = _esc(texts["speed.bar"].format(seconds=_seconds(speed.step_seconds)))
     bar = f'<div class="vf-bar" role="img" aria-label="{label}">{drawn}</div><ul class="vf-legend">{legend}</ul>'
     rows = "".join(
         f"<tr><th>{_esc(texts[f'speed.{key}'])}</th><td><b>{_esc(text)}</b></td></tr>"
@@ -235,6 +235,11 @@ def _speed(forecast: Forecast, texts: Texts) -> str:
         f'<details class="vf-fold vf-speed-fold"><summary>{_esc(texts["estimate.speed"])}</summary>'
         f'<div class="vf-sub">{label}</div>{bar if shown else ""}<table class="vf-reasons">{rows}</table></details>'
     )
+
+
+def _seconds(value: float) -> str:
+    """Short enough for the legend on a phone."""
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
 
 
 def _speed_facts(forecast: Forecast, texts: Texts) -> Iterator[tuple[str, str]]:

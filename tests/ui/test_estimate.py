@@ -92,7 +92,7 @@ def test_the_speed_is_split_by_what_takes_it_with_energy_and_money() -> None:
     assert "vf-bound-compute" in page and "width:75.000%" in page and "left:75.000%" in page
     assert "vf-bound-launch" not in page
     for text in (
-        "A step takes 4 s",
+        "A step takes 4.00 s",
         "<b>43%</b>",
         "<b>0.25</b>",
         "0.547 kWh",
