@@ -2,9 +2,9 @@
 
     python bench/streaming.py [--json] [--only WORDS] [--large] [--scratch FOLDER]
 
-Models have random weights, written block by block. Memory is limited from outside: each side is a process that begins
-with RLIMIT_DATA (all memory of its own; files' pages are not). `--large` adds the 3 B in bf16 and the 7 B in 4 bits,
-each inside 2 GiB, and full training of a 1 B inside 3 GiB: 25 GB of disk and, on two cores, half an hour. Linux only.
+Models have random weights, written block by block. Memory is limited from outside (`memory_limit.py`).
+`--large` adds the 3 B in bf16 and the 7 B in 4 bits, each inside 2 GiB, and full training of a 1 B inside 3 GiB: 25 GB
+of disk and, on two cores, half an hour. Linux only.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from memory_limit import Ended, run_inside  # noqa: E402
 
 GIB: Final = 2**30
 
@@ -83,6 +84,7 @@ class Order:
     steps: int = 3
     limit_gib: float = 0.0
     rank: int = 8
+    threads: int = 2
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -226,7 +228,6 @@ def side(order: Order) -> dict[str, Any]:
         "moved": moved,
         "waited": waited,
         "written": written,
-        "data_gib": _most_data() / GIB,
     }
 
 
@@ -249,36 +250,28 @@ def _traffic(executor: Any) -> tuple[int, float]:
     return (visits.stream.traffic.moved_bytes, visits.stream.traffic.waited_seconds) if visits else (0, 0.0)
 
 
-def _most_data() -> int:
-    """The process's peak resident set: what it had of RAM at most."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+_FEW_HEAPS: Final = {"MALLOC_ARENA_MAX": "2", "TOKENIZERS_PARALLELISM": "false"}
+"""Each heap of malloc reserves 64 MiB of the limit for a thread that may never fill it."""
+
+
+def ended(order: Order) -> Ended:
+    """A side in a process of its own, inside its limit."""
+    environment = {**os.environ, **_FEW_HEAPS, "OMP_NUM_THREADS": str(order.threads)}
+    command = [sys.executable, __file__, "--side", json.dumps(asdict(order))]
+    return run_inside(command, limit_bytes=int(order.limit_gib * GIB), environment=environment)
+
+
+def answer_of(side: Ended) -> dict[str, Any] | str:
+    """What a side found, or the last line of why there is none."""
+    lines = [line for line in side.out.splitlines() if line.startswith("{")]
+    if side.code == 0 and lines:
+        answer: dict[str, Any] = json.loads(lines[-1])
+        return answer
+    return side.last_words
 
 
 def run(order: Order) -> dict[str, Any] | str:
-    """A side's answer, or the last line of why there is none."""
-
-    def limit() -> None:
-        if order.limit_gib:
-            most = int(order.limit_gib * GIB)
-            resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-
-    # Few heaps for malloc: each reserves 64 MiB of the limit for a thread that may never fill it.
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", "MALLOC_ARENA_MAX": "2", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(
-        [sys.executable, __file__, "--side", json.dumps(asdict(order))],
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        preexec_fn=limit,
-        env=environment,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode == 0 and lines:
-        answer: dict[str, Any] = json.loads(lines[-1])
-        return answer
-    told = [line for line in done.stderr.splitlines() if line.strip()]
-    return told[-1][:300] if told else f"exit code {done.returncode}"
+    return answer_of(ended(order))
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -328,43 +321,41 @@ def overhead(scratch: Path, pairs: int = 3) -> Iterator[Figure]:
         yield Figure(name=name, value=wait, unit="share", goal=0.05, met=wait < 0.05)
 
 
-def inside(name: str, method: str, limit_gib: float, scratch: Path, *, resident_fails: bool) -> list[Figure]:
-    """Steps inside a hard limit; and that a resident run does not even load inside it."""
+def inside(name: str, method: str, limit_gib: float, scratch: Path, *, resident_fails: bool) -> Iterator[Figure]:
+    """Steps inside a hard limit, by the most memory seen; and that a resident run lacks memory inside it."""
     shape = SHAPES[name]
     folder = write_model(shape, scratch / name)
     order = Order(folder=str(folder), method=method, limit_gib=limit_gib, tokens=128, steps=2)
-    answer = run(order)
-    fine = isinstance(answer, dict)
+    yield inside_figure(f"{name} {method}", ended(order), shape.params)
+    if resident_fails:
+        there = ended(replace(order, steps=1, resident=True))
+        yield Figure(
+            name=f"{name} {method} resident lacks memory inside {limit_gib:g} GiB",
+            value=float(there.lacked_memory),
+            unit="yes or no",
+            goal=1.0,
+            met=there.lacked_memory,
+            note=there.last_words if there.code else "it went to its end",
+        )
+
+
+def inside_figure(name: str, side: Ended, params: int) -> Figure:
+    """The most memory of a side against its limit, in GiB; met where it went to its end inside it."""
+    answer, limit_gib = answer_of(side), side.limit_bytes / GIB
     note = (
-        f"{shape.params / 1e9:.2f} B; {answer['seconds'][-1]:.0f} s a step of 2 x 128 tokens, peak "
-        f"{answer['data_gib']:.2f} GiB, {answer['written'][-1] / GIB:.1f} GiB written a step"
+        f"{params / 1e9:.2f} B; {answer['seconds'][-1]:.0f} s a step of 2 x 128 tokens, resident set at most "
+        f"{side.resident_bytes / GIB:.2f} GiB, {answer['written'][-1] / GIB:.1f} GiB written a step"
         if isinstance(answer, dict)
         else answer
     )
-    figures = [
-        Figure(
-            name=f"{name} {method} inside {limit_gib:g} GiB",
-            value=float(fine),
-            unit="yes or no",
-            goal=1.0,
-            met=fine,
-            note=note,
-        )
-    ]
-    if resident_fails:
-        there = run(Order(folder=str(folder), method=method, limit_gib=limit_gib, tokens=128, steps=1, resident=True))
-        fails = isinstance(there, str)
-        figures.append(
-            Figure(
-                name=f"{name} {method} resident inside {limit_gib:g} GiB fails",
-                value=float(fails),
-                unit="yes or no",
-                goal=1.0,
-                met=fails,
-                note=there if isinstance(there, str) else "",
-            )
-        )
-    return figures
+    return Figure(
+        name=f"{name} inside {limit_gib:g} GiB",
+        value=side.own_bytes / GIB,
+        unit="GiB",
+        goal=limit_gib,
+        met=side.held and isinstance(answer, dict),
+        note=note,
+    )
 
 
 def main() -> None:
