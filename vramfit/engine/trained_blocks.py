@@ -274,55 +274,69 @@ class TrainedBlocks:
     def stored_weights(self) -> dict[str, Later]:
         """The blocks' weights by their names in the model."""
         return {
-            where.name: Later(
-                shape=tuple(self._stand_ins[where.name].shape),
-                dtype=self._dtype(where),
-                read=lambda where=where: self._weights.take(where.block, where.local),  # type: ignore[misc]
-            )
+            where.name: _on_shelf(self._weights, where.block, where.local)
             for where in self.places
             if where.block is not None
         }
 
     def stored_states(self) -> dict[str, Later]:
         """States by "weight's name.state's name"; as far as there are any."""
-        found = {}
-        for where in self.places:
-            for key in self._keys(where) if where.name in self._begun else ():
-                block, name = self._at(where, key)
-                place = self._states.layouts[block].places[name]
-                found[f"{where.name}.{key}"] = Later(
-                    shape=place.shape,
-                    dtype=place.dtype,
-                    read=lambda block=block, name=name: self._states.take(block, name),  # type: ignore[misc]
-                )
-        return found
+        return {
+            f"{where.name}.{key}": _on_shelf(self._states, *self._at(where, key))
+            for where in self.places
+            for key in (self._keys(where) if where.name in self._begun else ())
+        }
 
     def load(self, weights: Mapping[str, Tensor], states: Mapping[str, Tensor]) -> None:
         """Put back what `stored_weights` and `stored_states` gave, one tensor at a time. Raises CheckpointError."""
         self.forget()
         self._begun.clear()
         for where in self.places:
-            weight = _of_shape(weights, where.name, self._stand_ins[where.name])
-            if where.block is not None:
-                self._weights.put(where.block, where.local, weight)
-            found = {key: f"{where.name}.{key}" for key in self._keys(where)}
-            there = {key: states[whole] for key, whole in found.items() if whole in states}
-            if not there:
-                continue
-            if MASTER in found and MASTER not in there:
-                there[MASTER] = weight.float()  # of a run whose weights were trained themselves
-            if there.keys() != found.keys():
-                missing = sorted(found.keys() - there.keys())[0]
-                raise _lacks(found[missing])
-            self._put_states(where, there)
+            self._load_weight(where, weights)
+            self._load_states(where, weights, states)
         self.renew()
+
+    def _load_weight(self, where: Where, weights: Mapping[str, Tensor]) -> None:
+        if where.block is not None:
+            weight = _of_shape(weights, where.name, self._stand_ins[where.name])
+            self._weights.put(where.block, where.local, weight)
+        elif where.name not in weights:
+            raise _lacks(where.name)
+
+    def _load_states(self, where: Where, weights: Mapping[str, Tensor], states: Mapping[str, Tensor]) -> None:
+        """A table's states are as large as the table: never more than one of them is in memory."""
+        stored = {key: f"{where.name}.{key}" for key in self._keys(where)}
+        there = [key for key, name in stored.items() if name in states]
+        if not there:
+            return
+        for key, name in stored.items():
+            if key in there:
+                self._states.put(*self._at(where, key), states[name])
+            elif key == MASTER:  # of a run whose weights were trained themselves
+                self._states.put(*self._at(where, key), weights[where.name].float())
+            else:
+                raise _lacks(name)
+        self._begun.add(where.name)
 
     def all_finite(self) -> bool:
         """Whether the blocks' weights are numbers. One pass over them."""
-        return all(
-            bool(torch.linalg.vector_norm(each.read(), ord=float("inf"), dtype=torch.float32).isfinite())
-            for each in self.stored_weights().values()
-        )
+        return all(_is_finite(each) for each in self.stored_weights().values())
+
+
+def _is_finite(later: Later) -> bool:
+    with later.lent() as tensor:
+        return bool(torch.linalg.vector_norm(tensor, ord=float("inf"), dtype=torch.float32).isfinite())
+
+
+def _on_shelf(shelf: Shelf, block: int, name: str) -> Later:
+    place = shelf.layouts[block].places[name]
+    return Later(
+        shape=place.shape,
+        dtype=place.dtype,
+        read=lambda: shelf.take(block, name),
+        lend=lambda: shelf.lend(block, name, changes=False),
+        done=lambda: shelf.done(block, name),
+    )
 
 
 class _Ahead:
@@ -417,26 +431,47 @@ class _Kind:
 
 
 def _state_kinds(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, _Kind]:
-    """States are found by a step on zeros that nobody keeps, once for each shape in a group."""
+    """States are found by a step without numbers, once for each shape in a group."""
     found: dict[nn.Parameter, _Kind] = {}
     for group in optimizer.param_groups:
         by_shape: dict[torch.Size, _Kind] = {}
         for stand_in in group["params"]:
             if stand_in.shape not in by_shape:
-                by_shape[stand_in.shape] = _Kind(group=group, states=_states_of(optimizer, stand_in, group))
+                by_shape[stand_in.shape] = _Kind(group=group, states=state_kinds(optimizer, stand_in.shape, group))
             found[stand_in] = by_shape[stand_in.shape]
     return found
 
 
-def _states_of(
-    optimizer: torch.optim.Optimizer, stand_in: nn.Parameter, group: dict[str, Any]
+def state_kinds(
+    optimizer: torch.optim.Optimizer, shape: torch.Size, group: dict[str, Any]
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    empty, stand_in.data = stand_in.data, torch.zeros(stand_in.shape)
-    stand_in.grad = torch.zeros(stand_in.shape)
-    step_one(optimizer, stand_in, group)
-    states = optimizer.state.pop(stand_in, {})
-    stand_in.data, stand_in.grad = empty, None
-    return {key: (tuple(value.shape), value.dtype) for key, value in states.items()}
+    """Shape and format of the states that `optimizer`, ours or torch's AdamW, keeps for an fp32 weight of `shape`.
+
+    Zeros of that shape, their gradient and their states would be 16 bytes a number: for a table of tokens more than all
+    else in memory. Ours steps a weight of the meta device. Torch's fused kernel does not, but its states have the
+    weight's shape or are single numbers, which a weight of one number shows.
+    """
+    if isinstance(optimizer, ChunkedOptimizer):
+        usual, optimizer.chunk_numbers = optimizer.chunk_numbers, shape.numel()  # nothing to do in pieces
+        try:
+            found = _first_states(optimizer, shape, group, "meta")
+        finally:
+            optimizer.chunk_numbers = usual
+        return {key: (tuple(each.shape), each.dtype) for key, each in found.items()}
+    assert isinstance(optimizer, torch.optim.AdamW)
+    one = torch.Size([1] * max(1, len(shape)))
+    found = _first_states(optimizer, one, group, "cpu")
+    return {key: (tuple(shape if each.shape == one else each.shape), each.dtype) for key, each in found.items()}
+
+
+def _first_states(
+    optimizer: torch.optim.Optimizer, shape: torch.Size, group: dict[str, Any], device: str
+) -> dict[str, Tensor]:
+    """After one step on zeros that nobody keeps."""
+    probe = nn.Parameter(torch.zeros(shape, device=device))
+    probe.grad = torch.zeros(shape, device=device)
+    step_one(optimizer, probe, group)
+    return dict(optimizer.state.pop(probe, {}))
 
 
 def _lacks(name: str) -> CheckpointError:

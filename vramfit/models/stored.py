@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -157,7 +158,8 @@ class TensorsOnDisk(Mapping[str, Tensor]):
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor | Later]) -> int:
-    """A safetensors file, written tensor by tensor: those that are read later are in memory one at a time.
+    """A safetensors file, written tensor by tensor: those that are read later are written from where they lie, or are
+    in memory one at a time.
 
     Returns its size. Raises OSError.
     """
@@ -176,10 +178,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor | Later]) -> int:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            found = tensor.read() if isinstance(tensor, Later) else tensor
-            flat = found.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            file.write(flat.numpy().data)
+            with tensor.lent() if isinstance(tensor, Later) else nullcontext(tensor) as found:
+                file.write(_bytes_of(found))
+            del found  # or it would be in memory until the next one is
         return file.tell()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _tensors_of(file: WeightFile) -> Iterator[StoredTensor]:

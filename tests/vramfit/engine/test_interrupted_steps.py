@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.vramfit.engine.test_trained_blocks import disk, full_plan, state_of, 
 from vramfit.engine.streaming import StreamingExecutor
 from vramfit.engine.tiers import DiskTier
 from vramfit.errors import CheckpointError, OutOfDisk
+from vramfit.models.stored import TensorsOnDisk
 from vramfit.positioned import PositionedFile
 from vramfit.training import checkpoint
 
@@ -180,28 +182,44 @@ def test_a_checkpoint_of_another_shape_is_refused(folder: Path, tmp_path: Path) 
         resumed(other, tmp_path)
 
 
-def test_the_checkpoint_says_what_it_holds_without_reading_it_all(folder: Path, tmp_path: Path) -> None:
-    """Neither writing nor reading back has more than one tensor of the tier in memory."""
+class InUse:
+    """Bytes of the tensors that something gave and that are still held: now, and at most."""
+
+    def __init__(self) -> None:
+        self.now, self.most = 0, 0
+
+    def watching(self, usual: Any) -> Any:
+        def given(*arguments: Any) -> torch.Tensor:
+            found: torch.Tensor = usual(*arguments)
+            self.now += found.nbytes
+            self.most = max(self.most, self.now)
+            weakref.finalize(found, self._freed, found.nbytes)
+            return found
+
+        return given
+
+    def _freed(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
+def test_the_checkpoint_says_what_it_holds_without_reading_it_all(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither writing nor reading back has two large tensors in memory: a weight, or one of its states."""
     executor = opened(folder, tmp_path)
     executor.step(batches(), 1e-2)
-    alive, most = 0, 0
-    usual = DiskTier.take
+    before = state_of(executor)
+    largest = max(each.nbytes for each in before.values())
+    written, read = InUse(), InUse()
+    monkeypatch.setattr(DiskTier, "take", written.watching(DiskTier.take))
+    keep(executor, tmp_path / "checkpoints", step=1)
+    assert written.most <= largest
 
-    class Watched(torch.Tensor):
-        def __del__(self) -> None:
-            nonlocal alive
-            alive -= 1
-
-    def take(self: DiskTier, block: int, name: str) -> torch.Tensor:
-        nonlocal alive, most
-        found = usual(self, block, name).as_subclass(Watched)
-        alive, most = alive + 1, max(most, alive + 1)
-        return found
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(DiskTier, "take", take)
-        keep(executor, tmp_path / "checkpoints", step=1)
-    assert most <= 2
+    monkeypatch.setattr(TensorsOnDisk, "__getitem__", read.watching(TensorsOnDisk.__getitem__))
+    again = resumed(folder, tmp_path)
+    assert 0 < read.most < 2 * largest
+    after = state_of(again)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
     names: Any = json.loads((tmp_path / "checkpoints" / "step-00000001" / "manifest.json").read_text())["files"]
     assert set(names) == {"tensors.safetensors", "values.json"}

@@ -333,3 +333,37 @@ def test_a_step_moves_two_passes_less_the_blocks_at_the_turn(accumulation: int, 
 
     assert traffic.visits - before.visits == 2 * 4 - 2 + 1
     assert traffic.moved_bytes - before.moved_bytes == (2 * 4 - 2 + 1) * layout.nbytes
+
+
+@pytest.mark.parametrize("bits", [32, 8, 4])
+@pytest.mark.parametrize("kind", ["adamw", "adafactor", "lion", "sgd", "muon"])
+def test_states_are_known_without_a_number_of_the_weight(kind: Any, bits: Any, tmp_path: Path) -> None:
+    """What a step on real zeros would keep, at the cost of none."""
+    folder = saved("llama", tmp_path / "model", num_hidden_layers=1)
+    plan = full_plan(optimizer=kind, optimizer_bits=32 if kind == "adafactor" else bits)
+    model = load_model(a_config(folder, "full"), plan, cache=tmp_path)
+    optimizer, _ = build_host_optimizer(model, SCHEDULE, plan)
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            found = trained_blocks.state_kinds(optimizer, each.shape, group)
+            real = trained_blocks._first_states(optimizer, each.shape, group, "cpu")
+            assert found == {key: (tuple(value.shape), value.dtype) for key, value in real.items()}
+            assert found and each not in optimizer.state
+
+
+def test_opening_makes_no_zeros_of_a_weights_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved("llama", tmp_path / "model", num_hidden_layers=1)
+    for bits in (32, 8):
+        plan = full_plan(optimizer_bits=bits)
+        model = load_model(a_config(folder, "full"), plan, cache=tmp_path)
+        optimizer, _ = build_host_optimizer(model, SCHEDULE, plan)
+        usual, made = torch.zeros, []
+
+        def zeros(*arguments: Any, usual: Any = usual, made: Any = made, **named: Any) -> torch.Tensor:
+            made.append(usual(*arguments, **named))
+            return made[-1]  # type: ignore[no-any-return]
+
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "zeros", zeros)
+            trained_blocks._state_kinds(optimizer)
+        assert made and max(each.nbytes for each in made if not each.is_meta) <= 8
