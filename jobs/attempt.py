@@ -24,6 +24,7 @@ from jobs.job import ACTIVE, Job, State
 from jobs.log_file import shorten
 from jobs.store import Store, no_answer
 from vramfit.errors import Changed, InternalError, OutOfDisk, Unwritable, UserError, VramfitError
+from vramfit.faults import reach
 from vramfit.hardware.devices import Device, probe
 from vramfit.hardware.telemetry import Sampler
 from vramfit.places import NO_MORE_FILES, NO_ROOM, cure_of, takes_no_writes
@@ -244,6 +245,7 @@ class Attempt:
         self._over.set()
         self.recorder.close()
         noted = last_words.note(self.job.folder, attempt=self.job.attempt, state=state, values=values)
+        reach("trainer: before the end is noted")
         try:
             insist(
                 lambda: self.store.transition(

@@ -24,6 +24,7 @@ from vramfit.console import lose_what_is_not_taken
 from vramfit.engine.accelerators import prepare_allocator
 from vramfit.engine.threads import let_threads_sleep
 from vramfit.errors import CheckpointError, UserError
+from vramfit.faults import reach
 from vramfit.hardware.devices import probe
 from vramfit.sentences import ended, say
 from vramfit.training.inputs import IfChanged, Marks, changes, hub_mark, marks_of, settle_changes
@@ -105,6 +106,7 @@ def _train(session: Attempt, resume: bool) -> RunResult:
         raise job.config_error
     if_changed = "go on" if job.accepted else job.config.output.if_changed
     marks = check_inputs(session, if_changed)
+    reach("trainer: loading")
     from vramfit.training.loop import train  # seconds, which what was refused above has not to wait for
 
     others = [other for other in session.store.active_jobs() if other.id != job.id]

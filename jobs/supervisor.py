@@ -258,6 +258,7 @@ class Supervisor:
 
     def _adopt(self, job: Job, now: float) -> None:
         """An active job from before this supervisor: its trainer lives, or will be found dead in this same round."""
+        reach("supervisor: adopting")
         self._trainers[job.id] = trainer = _watched(job, job.owner, None, now)
         if self._dead_before:
             trainer.lost = True
@@ -272,6 +273,7 @@ class Supervisor:
         if not trainer.gone and trainer.who is not None:
             processes.end(trainer.who, grace_s=0.0 if trainer.pressed == "kill" else 1.0)
         trainer.gone = True
+        reach("supervisor: burying")
         job = self._store.job(trainer.job)
         log(f"The trainer of job {job.id} ended, exit code {trainer.code}, state {job.state}.")
         if job.attempt != trainer.attempt:
@@ -337,6 +339,7 @@ class Supervisor:
 
     def _go_on(self, job: Job, cause: str) -> None:
         """Back into the queue, in its old place: the attempt that follows starts from the newest checkpoint."""
+        reach("supervisor: going on")
         where = f"the checkpoint of step {job.newest_checkpoint:,}" if job.has_checkpoint else "the start"
         with unless_refused():  # it was stopped, or noted its own end, a moment before
             times = self._store.go_on(job.id, attempt=job.attempt)
@@ -573,10 +576,11 @@ def unless_refused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def told_later(what: str) -> Iterator[None]:
-    """What fails for one job, for the database does not answer, is tried again and holds up no other."""
+    """What fails for one job, for the database does not answer or no file can be opened, is tried again and holds up
+    no other."""
     try:
         yield
-    except UserError as error:
+    except (UserError, OSError) as error:
         log(f"{what} is looked after later: {error}")
 
 

@@ -1,9 +1,9 @@
 """Named points at which a test makes the process die or a call fail: VRAMFIT_FAULT="save: tensors written:kill:2".
 
-`reach(point)` does nothing unless the variable names that point. The kinds: `kill` (SIGKILL, as a power cut ends a
-process), `error` (an exception of ours), `enospc` (the disk is full), `edquot` (the quota is used up), `eio` (the disk
-fails), `emfile` (no further file can be opened). The number says at which arrival, counted in each process from 1,
-which it is when left out. `tests/faults` strikes them all.
+`reach(point)` does nothing unless the variable names that point; it may name several faults, with semicolons between.
+The kinds: `kill` (SIGKILL, as a power cut ends a process), `error` (an exception of ours), `enospc` (the disk is full),
+`edquot` (the quota is used up), `eio` (the disk fails), `emfile` (no further file can be opened). The number says at
+which arrival, counted in each process from 1, which it is when left out. `tests/faults` strikes them all.
 """
 
 from __future__ import annotations
@@ -31,12 +31,18 @@ POINTS: Final = (
     "save: rotating",
     "export: weights written",
     "export: before the move",
+    "trainer: loading",
+    "resume: checkpoint read",
     "trainer: before a step",
     "trainer: in a step",
     "trainer: after a step",
     "trainer: after an evaluation",
+    "trainer: before the end is noted",
     "claim: before the spawn",
     "claim: after the spawn",
+    "supervisor: adopting",
+    "supervisor: burying",
+    "supervisor: going on",
     "recorder: flush",
 )
 
@@ -49,10 +55,11 @@ def reach(point: str) -> None:
     asked = os.environ.get(VARIABLE)
     if not asked:
         return
-    where, kind, number = parse(asked)
+    faults = {where: (kind, number) for where, kind, number in map(parse, asked.split(";"))}
     assert point in POINTS, point
-    if point != where:
+    if point not in faults:
         return
+    kind, number = faults[point]
     with _lock:
         _arrivals[point] += 1
         if _arrivals[point] != number:
@@ -61,7 +68,7 @@ def reach(point: str) -> None:
 
 
 def parse(text: str) -> tuple[str, str, int]:
-    """Point, kind and arrival of a variable's text. Raises ValueError for one that names no fault."""
+    """Point, kind and arrival of one fault's text. Raises ValueError for one that names no fault."""
     rest, _, last = text.rpartition(":")
     number = 1
     if last.isdecimal():

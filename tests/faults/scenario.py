@@ -46,15 +46,30 @@ REACHED: Final = {
     "save: rotating": 2,
     "export: weights written": 1,
     "export: before the move": 1,
+    "trainer: loading": 1,
+    "resume: checkpoint read": 1,
     "trainer: before a step": STEPS,
     "trainer: in a step": STEPS,
     "trainer: after a step": STEPS,
     "trainer: after an evaluation": 2,
+    "trainer: before the end is noted": 1,
     "claim: before the spawn": 2,  # the first is of another job, which ends at once
     "claim: after the spawn": 2,
+    "supervisor: adopting": 1,
+    "supervisor: burying": 1,
+    "supervisor: going on": 1,
     "recorder: flush": 6,  # and more, by the clock
 }
-"""How often an undisturbed run arrives at a point."""
+"""How often an undisturbed run arrives at a point; where `BEFORE` has one, after that."""
+
+_DEATH: Final = "trainer: in a step:kill:3"  # with a checkpoint of step 2, from which it goes on by itself
+BEFORE: Final = {
+    "resume: checkpoint read": _DEATH,
+    "supervisor: burying": _DEATH,
+    "supervisor: going on": _DEATH,
+}
+"""The faults that lead to points at which an undisturbed run does not arrive. A supervisor adopts what another one,
+which was killed as soon as it had started it, has left."""
 
 USUAL: Final = {
     "save: before the files": 2,
@@ -83,13 +98,19 @@ CHOSEN: Final[tuple[Fault, ...]] = (
     ("save: rotating", "kill", 0),
     ("export: weights written", "enospc", 0),
     ("export: before the move", "error", 0),
+    ("trainer: loading", "edquot", 0),
+    ("resume: checkpoint read", "kill", 0),
     ("trainer: before a step", "kill", 1),
     ("trainer: in a step", "enospc", 2),
     ("trainer: after a step", "kill", 0),
     ("trainer: after an evaluation", "error", 1),
+    ("trainer: before the end is noted", "kill", 0),
     ("claim: before the spawn", "kill", 0),
     ("claim: before the spawn", "emfile", 1),
     ("claim: after the spawn", "error", 0),
+    ("supervisor: adopting", "kill", 0),
+    ("supervisor: burying", "emfile", 0),
+    ("supervisor: going on", "error", 0),
     ("recorder: flush", "kill", 2),
 )
 """What is tried where all would take too long: each point, each kind and each seed."""
@@ -222,9 +243,14 @@ def _strike_and_take_up(outcome: Outcome, *, config: RunConfig, folder: Path, re
         front = refused_job(store, config) if outcome.point.startswith("claim") and arrival == 2 else None
         id_ = store.add_job(config)
         aside = store.add_job(config.model_copy(update={"name": "aside"}), draft=True)
-        fault = f"{outcome.point}:{outcome.kind}:{arrival}"
+        before = BEFORE.get(outcome.point)
+        fault = ";".join([f"{outcome.point}:{outcome.kind}:{arrival}", *([before] if before else [])])
+        attempts = 2 if outcome.point.startswith("resume") else 1
+        if outcome.point == "supervisor: adopting":
+            with _Supervised(folder, "claim: after the spawn:kill", outcome) as starter:
+                starter.until(lambda: not starter.alive)
         with _Supervised(folder, fault, outcome) as first:
-            first.until(lambda: store.job(id_).final or not first.alive or store.job(id_).attempt > 1)
+            first.until(lambda: store.job(id_).final or not first.alive or store.job(id_).attempt > attempts)
         outcome.struck = f"fault: {outcome.kind} at {outcome.point}" in _logs(folder)
         outcome.first_state = store.job(id_).state
         if not outcome.struck:

@@ -64,6 +64,15 @@ def test_each_point_each_kind_and_each_seed_is_among_the_chosen() -> None:
     assert len({(point, kind) for point, kind, _ in ALL}) == len(POINTS) * len(KINDS)
 
 
+def test_one_fault_may_lead_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "supervisor: burying:error;save: renamed:eio:2")
+    reach("save: renamed")
+    with pytest.raises(RuntimeError, match="supervisor: burying"):
+        reach("supervisor: burying")
+    with pytest.raises(OSError, match="Input/output error"):
+        reach("save: renamed")
+
+
 def test_seeds_strike_at_different_arrivals_always_the_same_ones() -> None:
     for point in POINTS:
         drawn = [arrival_of(point, seed) for seed in range(REACHED[point])]

@@ -387,6 +387,7 @@ class Run:
         for reason in found.damaged:
             self._say("warning", RESUME, f"A newer checkpoint was passed over: {reason}.")
         saved = found.checkpoint
+        reach("resume: checkpoint read")
         try:
             self._check_identity(saved.values["identity"], if_changed, step=saved.step)
             self._check_versions(saved.values.get("versions"), if_changed, step=saved.step)
