@@ -62,7 +62,7 @@ REACHED: Final = {
 }
 """How often an undisturbed run arrives at a point; where `BEFORE` has one, after that."""
 
-_DEATH: Final = "trainer: in a step:kill:3"  # with a checkpoint of step 2, from which it goes on by itself
+_DEATH: Final = "trainer: in a step:kill:5"  # the save of step 4 has waited for that of step 2: it goes on from one
 BEFORE: Final = {
     "resume: checkpoint read": _DEATH,
     "supervisor: burying": _DEATH,
