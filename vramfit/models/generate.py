@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,13 +27,14 @@ def generate(
     top_p: float = 0.95,
     as_chat: bool = False,
     compute: Precision = "fp32",
+    go_on: Callable[[int], bool] = lambda _: True,
 ) -> str:
     """What `model` writes after `prompt`, at most `max_new_tokens` tokens, without the prompt and special tokens.
 
     `device` is where the model computes. `prompt` is text, or token ids as they are; `as_chat` puts a text as a user's
     turn into the tokenizer's chat template. `temperature=0` takes the likeliest token always. The same seed gives the
-    same text. Mode and random states of the run stay as they were. Raises ModelError when the model's output is not
-    finite.
+    same text. `go_on` is asked after each token, with how many there are, and ends the text by False. Mode and random
+    states of the run stay as they were. Raises ModelError when the model's output is not finite.
     """
     if max_new_tokens == 0:
         return ""
@@ -51,10 +52,20 @@ def generate(
             eos_token_id=ends or None,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0],
             use_cache=True,
+            stopping_criteria=_ends_unless(go_on, tokens.shape[1]),
             **options,
         )
     text: str = tokenizer.decode(written[0, tokens.shape[1] :], skip_special_tokens=True)
     return text
+
+
+def _ends_unless(go_on: Callable[[int], bool], prompt: int) -> list[Callable[..., torch.Tensor]]:
+    """What `generate` of transformers asks after each token: [1] of whether that was the last."""
+
+    def is_last(tokens: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.tensor([not go_on(tokens.shape[1] - prompt)], device=tokens.device)
+
+    return [is_last]
 
 
 def _written(model: Any, **options: Any) -> torch.Tensor:

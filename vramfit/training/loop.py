@@ -127,7 +127,7 @@ def train(
     if done == 0:
         run.warn_of_wear(forecast)
         run.start_adapters()
-        run.write_samples(tokenizer, step=0, stage="before")
+        run.write_samples(tokenizer, step=0, stage="before", run_s=forecast.seconds)
         if run.evaluate_every and config.method != "pretrain":
             run.evaluate(0)  # what fine-tuning has to improve on; random weights tell nothing
     elif run.owes_evaluation:
@@ -160,7 +160,7 @@ def train(
     recorder.phase(PhaseProgress(name="exporting"))
     export = export_run(executor.model, tokenizer, config, folder / EXPORT, parts=executor.parts)
     run.tell_rounding(done)
-    run.write_samples(tokenizer, step=exported, stage="after")
+    run.write_samples(tokenizer, step=exported, stage="after", run_s=forecast.seconds)
     return run.result(done, stopped=False, export=export)
 
 

@@ -62,7 +62,7 @@ from vramfit.training.metrics import (
     TextSample,
 )
 from vramfit.training.rows_choice import LEAST_RUN_S, Room, fastest_rows
-from vramfit.training.samples import Prompt, sample_prompts
+from vramfit.training.samples import Prompt, TextTime, sample_prompts, seconds_of_a_text
 from vramfit.training.saver import FROM_ITS_PLACE, NOT_PLANNED, Saver
 from vramfit.training.wear import wear_warning
 from vramfit.units import format_bytes
@@ -484,14 +484,17 @@ class Run:
         """Whether something with this cadence happens after `step`. The last step is always one; 0 turns it off."""
         return every > 0 and (step % every == 0 or step == self.order.total_steps)
 
-    def write_samples(self, tokenizer: Any, *, step: int, stage: Literal["before", "after"]) -> None:
-        """Text of the model as it is now: what the run is for, in a form a person can judge."""
-        self.recorder.phase(PhaseProgress(name="evaluating", detail=f"text {stage} training"))
-        for prompt in sample_prompts(self.config, self.data, tokenizer):
-            if stage == "after" and self.should_stop():  # the result is there, and a text can take minutes
-                return
+    def write_samples(self, tokenizer: Any, *, step: int, stage: Literal["before", "after"], run_s: float) -> None:
+        """Text of the model as it is now: what the run is for, in a form a person can judge. A stop ends it, and so
+        does its time, which is a share of the run's predicted `run_s`."""
+        prompts = sample_prompts(self.config, self.data, tokenizer)
+        for prompt in prompts:
+            left = TextTime(seconds_of_a_text(run_s, len(prompts)))
             try:
-                text, failure = attempt(lambda prompt=prompt: self._written(tokenizer, prompt), self.executor.device)  # type: ignore[misc]
+                text, failure = attempt(
+                    lambda prompt=prompt, left=left: self._written(tokenizer, prompt, left, stage),  # type: ignore[misc]
+                    self.executor.device,
+                )
             except ModelError as error:
                 if stage == "before":
                     raise
@@ -501,9 +504,26 @@ class Run:
                 what = f"No text was written {stage} training: memory ran out ({failure.splitlines()[0]})."
                 self._say("warning", "sample", what, step=step)
                 return
+            if self.should_stop():
+                return
             self.recorder.sample(TextSample(step=step, stage=stage, prompt=prompt.text, text=text))
+            most = self.config.output.sample_tokens
+            if left.over and left.tokens < most:
+                what = f"A text {stage} training ends after {left.tokens} of {most} tokens: one takes "
+                what += f"{left.took / left.tokens:.1f} s here, and a text has {left.seconds:.0f} s."
+                self._say("info", "sample", what, step=step)
 
-    def _written(self, tokenizer: Any, prompt: Prompt) -> str:
+    def _written(self, tokenizer: Any, prompt: Prompt, left: TextTime, stage: str) -> str:
+        """The text, or its beginning where a stop came."""
+        most = self.config.output.sample_tokens
+
+        def go_on(tokens: int) -> bool:
+            detail = f"text {stage} training"
+            self.recorder.phase(PhaseProgress(name="evaluating", done=tokens, total=most, unit="tokens", detail=detail))
+            return left.go_on(tokens) and not self.should_stop()
+
+        if self.should_stop() or not go_on(0):
+            return ""
         return generate(
             self.executor.model,
             tokenizer,
@@ -513,6 +533,7 @@ class Run:
             device=self.executor.device,
             as_chat=prompt.as_chat,
             compute=self.plan.compute,
+            go_on=go_on,
         )
 
     def _alone(self, row: int) -> MicroBatch:

@@ -1,9 +1,14 @@
-"""What the model is asked to continue, before and after: the config's prompts, or beginnings of held-out rows."""
+"""What the model is asked to continue, before and after: the config's prompts, or beginnings of held-out rows.
+
+A token of text is a pass over the whole model, with all its weights on their way where it streams: texts end when their
+time is over.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import time
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from vramfit.config import RunConfig
 from vramfit.data.conversations import Example
@@ -12,6 +17,10 @@ from vramfit.data.prepare import PreparedData
 HELD_OUT_PROMPTS = 2
 DOCUMENT_PROMPT_TOKENS = 16
 LONGEST_PROMPT_TOKENS = 512
+LEAST_SECONDS: Final = 60.0
+MOST_SHARE: Final = 0.01
+LEAST_TOKENS: Final = 8
+"""Before and after, texts take a minute or a hundredth of the run, and each gets so many tokens in any case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +30,31 @@ class Prompt:
     text: str
     as_chat: bool = False
     tokens: tuple[int, ...] | None = None
+
+
+@dataclass
+class TextTime:
+    """One text's `seconds`: whether there is time for another token, and whether it ended for want of it."""
+
+    seconds: float
+    tokens: int = 0
+    over: bool = False
+    _began: float = field(default_factory=time.monotonic)
+
+    def go_on(self, tokens: int) -> bool:
+        """There are so many now."""
+        self.tokens = tokens
+        self.over = tokens >= LEAST_TOKENS and self.took >= self.seconds
+        return not self.over
+
+    @property
+    def took(self) -> float:
+        return time.monotonic() - self._began
+
+
+def seconds_of_a_text(run_s: float, texts: int) -> float:
+    """For each of the texts before or after a run of `run_s` predicted seconds."""
+    return max(LEAST_SECONDS, MOST_SHARE * run_s) / max(1, texts)
 
 
 def sample_prompts(config: RunConfig, data: PreparedData, tokenizer: Any) -> list[Prompt]:

@@ -60,6 +60,19 @@ def test_an_end_token_ends_the_text(pair):
     assert generate(model, tokenizer, "x", 50, 0, device=CPU, temperature=0) == ""
 
 
+def test_whoever_is_asked_after_each_token_may_end_the_text(pair):
+    model, tokenizer = pair
+    heard: list[int] = []
+
+    def go_on(tokens: int) -> bool:
+        heard.append(tokens)
+        return tokens < 3
+
+    cut = generate(model, tokenizer, "once upon", 20, 1, device=CPU, go_on=go_on)
+    assert heard == [1, 2, 3]
+    assert cut == generate(model, tokenizer, "once upon", 3, 1, device=CPU)
+
+
 def test_prompts_may_be_empty_or_turns_of_a_chat(pair):
     model, tokenizer = pair
     assert prompt_tokens(tokenizer, "").tolist() == [[tokenizer.eos_token_id]]

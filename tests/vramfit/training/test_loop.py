@@ -20,6 +20,7 @@ from vramfit.models import stored
 from vramfit.training import checkpoint, loop, run
 from vramfit.training.inputs import versions
 from vramfit.training.loop import CHECKPOINTS, train
+from vramfit.training.samples import LEAST_TOKENS
 
 Build = Callable[..., RunConfig]
 Keep = Callable[[], Any]
@@ -651,6 +652,36 @@ def test_a_text_that_cannot_be_written_does_not_undo_a_finished_run(
     assert [event.message for event in heard.events if event.kind == "sample"] == [
         "The model's output is not finite numbers"
     ]
+
+
+def test_a_text_ends_when_its_time_is_over_and_says_so(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vramfit.training.samples.LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("vramfit.training.samples.MOST_SHARE", 0.0)
+    heard = kept()
+    config = small_run(schedule={"max_steps": 1}, output={"prompts": ["The fox", "A bear"], "sample_tokens": 40})
+    train(config, folder=tmp_path / "run", cache=cache, recorder=heard)
+
+    texts = [phase for phase in heard.phases if phase.detail == "text before training"]
+    assert [(phase.done, phase.total, phase.unit) for phase in texts] == 2 * [
+        (tokens, 40, "tokens") for tokens in range(LEAST_TOKENS + 1)
+    ]
+    said = told(heard, "sample")
+    assert len(said) == 4 and all(
+        f" training ends after {LEAST_TOKENS} of 40 tokens: one takes " in each for each in said
+    )
+
+
+def test_a_stop_ends_a_text_and_leaves_no_half_of_one(
+    small_run: Build, kept: Keep, cache: Path, tmp_path: Path
+) -> None:
+    heard = kept()
+    config = small_run(output={"prompts": ["The fox"], "sample_tokens": 40})
+    writing = lambda: any(phase.unit == "tokens" and phase.done == 3 for phase in heard.phases)  # noqa: E731
+    result = train(config, folder=tmp_path / "run", cache=cache, recorder=heard, should_stop=writing)
+    assert (result.stopped, result.steps, heard.samples) == (True, 0, [])
+    assert max(phase.done for phase in heard.phases if phase.unit == "tokens") == 3
 
 
 # ---- precision and health -------------------------------------------------------------------------------------------
