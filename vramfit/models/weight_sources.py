@@ -60,6 +60,14 @@ class _Together:
         few = [each for several in of_pattern.values() for each in several[first:last]]
         return _Together(first=self.first, converter=self.converter, model=self.model, stored=few)
 
+    def one_by_one(self, experts: int) -> list[_Together]:
+        """The same of each expert, where every pattern has one tensor for each of `experts`. None where other
+        parameters are made in the same go, which would be made anew for each."""
+        if experts < 2 or len(self.converter.target_patterns) > 1:
+            return []
+        alone = [self.some(experts, expert, expert + 1) for expert in range(experts)]
+        return [group for group in alone if group is not None]
+
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for _, _, tensor in self.stored)
@@ -71,7 +79,13 @@ class _Converted:
     group: _Together
 
     def read_into(self, into: Tensor) -> int:
-        into.copy_(self.group.take(self.name))
+        """Expert by expert, where each has tensors of its own: all of a block, stored and put together, would be held
+        beside `into` twice."""
+        alone = self.group.one_by_one(into.shape[0])
+        for expert, group in enumerate(alone):
+            into[expert : expert + 1].copy_(group.take(self.name))
+        if not alone:
+            into.copy_(self.group.take(self.name))
         return self.group.nbytes
 
 
