@@ -161,10 +161,11 @@ class MemoryWishes(Part):
 
     `activations` of a block are kept, kept in 8 bits (compress), recomputed from its input, or that with the input in
     RAM (offload). `base_weights` is how qlora stores its frozen base, in 4 bits or in 8. `trained_weights` in bf16 are
-    rounded stochastically. `optimizer_bits` are of the optimizer's states; `optimizer_place` "paged" lets the driver
-    move them to RAM when memory runs short. `optimizer_step` in backward takes each weight's step as soon as its
-    gradient is there: "in backward" passes twice where the gradient has to be clipped by its global norm, "in backward,
-    one pass" clips by the norm of the step before. `adapt` lets the run change how activations are held while it is on.
+    rounded stochastically; where the optimizer's states are in RAM or on disk, they have fp32 copies there instead.
+    `optimizer_bits` are of the optimizer's states; `optimizer_place` "paged" lets the driver move them to RAM when
+    memory runs short. `optimizer_step` in backward takes each weight's step as soon as its gradient is there: "in
+    backward" passes twice where the gradient has to be clipped by its global norm, "in backward, one pass" clips by the
+    norm of the step before. `adapt` lets the run change how activations are held while it is on.
     """
 
     budget_gib: Annotated[float, Field(gt=0, le=1_048_576)] | Auto = "auto"
