@@ -24,11 +24,12 @@ from vramfit.training import checkpoint
 
 pytestmark = [
     pytest.mark.long,
+    pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # peft 0.21
 ]
 
 ROOT = Path(__file__).parent.parent
-SECONDS = 280
+SECONDS = 800  # a machine busy with other tests is slow, not wrong
 
 
 @pytest.fixture(scope="module")

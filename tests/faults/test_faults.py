@@ -6,6 +6,7 @@ They are gone through two at a time. VRAMFIT_ALL_FAULTS=1 tries every point, kin
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -79,6 +80,12 @@ def test_seeds_strike_at_different_arrivals_always_the_same_ones() -> None:
         assert sorted(drawn) == list(range(1, REACHED[point] + 1))
         assert arrival_of(point, REACHED[point]) is None
         assert drawn == [arrival_of(point, seed) for seed in range(REACHED[point])]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrivals are counted in each process: here in each test."""
+    monkeypatch.setattr("vramfit.faults._arrivals", Counter())
 
 
 def test_without_the_variable_a_point_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

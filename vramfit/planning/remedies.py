@@ -10,7 +10,7 @@ from vramfit.config import MemoryWishes, RunConfig
 from vramfit.errors import ConfigError, HardwareError, WontFit
 from vramfit.hardware.catalogue import IDLE_BYTES, Card, cards, machine_with
 from vramfit.hardware.devices import Device
-from vramfit.planning.abilities import missing
+from vramfit.planning.abilities import ENGINE, missing
 from vramfit.planning.plan import Forecast
 from vramfit.planning.search import Candidate, Search, quickest
 from vramfit.planning.start import memory_for
@@ -187,15 +187,16 @@ def _designed(search: Search) -> Iterator[Sentence]:
     """What the design holds and this version's engine does not do yet, when it would fit this machine."""
     families = search.families
     # Of several cards together a run cannot stream, though this version streams on one: that is not lacking.
+    engine = search.abilities if search.cards == 1 else ENGINE
     others = [found for found in search.designed.bests if found.fits and found.family not in families]
-    best = quickest([found for found in others if missing(found.plan)])
+    best = quickest([found for found in others if missing(found.plan, engine)])
     if best is not None:
         yield say(
             "help.designed",
             way=best.family.name,
             device=format_needed(best.memory.device_bytes),
             ram=format_needed(best.memory.host_bytes),
-            needs=missing(best.plan),
+            needs=missing(best.plan, engine),
         )
 
 
