@@ -28,6 +28,8 @@ def test_explore_shows_map_curve_and_cost_and_follows_a_cell(page: Page, seeded:
 
 def test_a_preset_fills_the_form_and_the_plan_can_be_checked(page: Page, fresh: object, see: See) -> None:
     page.goto(fresh.url)
+    expect(page.locator("#start")).to_be_enabled()
+    page.wait_for_timeout(800)  # the page's own first answers
     page.locator("[data-goal='quick taste']").click()
     see("['256', '512'].includes(document.querySelector('#field-data-max_length :is(textarea, input)').value)")
     see("document.querySelector('#field-schedule-max_steps :is(textarea, input)').value.match(/^(30|100)$/) !== null")
@@ -35,7 +37,7 @@ def test_a_preset_fills_the_form_and_the_plan_can_be_checked(page: Page, fresh: 
     see("document.querySelector('.vf-estimate')?.dataset.state === 'fits'")
     page.wait_for_timeout(1500)  # the estimate is drawn again when the rows' lengths are counted
     page.click("[data-check]")
-    expect(page.locator(".vf-checked tbody tr")).to_have_count(5, timeout=240_000)
+    expect(page.locator(".vf-checked tbody tr")).to_have_count(7, timeout=240_000)  # phases, and what is beside tensors
     see("!!document.querySelector('.vf-timeline.js-plotly-plot')")
     page.locator("#field-data-max_length :is(textarea, input)").fill("128")
     expect(page.locator(".vf-checked")).to_have_count(0)  # it was about other settings

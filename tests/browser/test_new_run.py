@@ -37,9 +37,9 @@ def test_the_bar_and_the_numbers_change_with_the_form(form: Page) -> None:
     before = form.inner_text("#estimate")
     _type(form, "data-max_length", "64")
     expect(form.locator("#estimate")).not_to_have_text(before)
-    expect(form.locator("#estimate .vf-bar .vf-part").first).to_be_visible()
+    expect(form.locator("#estimate .vf-estimate > .vf-bar .vf-part").first).to_be_visible()
     for part in ("Weights", "Gradients", "Optimizer", "Overhead"):
-        expect(form.locator("#estimate .vf-legend")).to_contain_text(part)
+        expect(form.locator("#estimate .vf-estimate > .vf-legend")).to_contain_text(part)
 
 
 def test_a_wrong_field_says_one_sentence_at_its_place_and_keeps_what_was_typed(form: Page) -> None:
@@ -57,7 +57,7 @@ def test_a_wrong_field_says_one_sentence_at_its_place_and_keeps_what_was_typed(f
     _type(form, "schedule-epochs", "1")
     _type(form, "data-max_length", "128")
     expect(form.locator(".vf-field-problem")).to_have_count(0)
-    expect(form.locator("#estimate .vf-bar")).to_be_visible()
+    expect(form.locator("#estimate .vf-estimate > .vf-bar")).to_be_visible()
 
 
 def test_another_card_is_planned_for_and_start_says_why_it_is_off(form: Page) -> None:
@@ -117,7 +117,7 @@ def test_an_uploaded_file_is_kept_and_estimated(form: Page, tmp_path: Path, seed
     _pick(form, "data-choice", "My own files")
     form.set_input_files("input[type=file] >> nth=0", str(file))
     expect(form.locator("#field-data-paths textarea")).to_have_value(str(seeded.data_dir / "uploads" / "mine.jsonl"))
-    expect(form.locator("#estimate .vf-bar")).to_be_visible()
+    expect(form.locator("#estimate .vf-estimate > .vf-bar")).to_be_visible()
 
 
 def test_old_settings_can_be_used_again(page: Page, seeded: object) -> None:
