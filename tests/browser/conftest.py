@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, Playwright, expect, sync_playwright
+from playwright.sync_api import TimeoutError as NeverSeen
 
 from jobs import processes
 from jobs.store import SUPERVISOR_LEASE, Store
@@ -36,6 +37,14 @@ FLAGS = [
 STARTING_S = 90.0
 PATIENCE_S = 60.0  # a machine busy with other work is slow, not wrong
 expect.set_options(timeout=1000 * PATIENCE_S)
+
+_TOLD = """() => JSON.stringify({
+  address: location.href,
+  shown: document.body.innerText.slice(0, 3000),
+  fields: Object.fromEntries([...document.querySelectorAll("[id^=field-]")].map(
+    (field) => [field.id.slice(6), field.querySelector("textarea, input")?.value])),
+})"""
+"""What a person could read, for a test that waited in vain."""
 LONG_RUN_STEPS = 100_000
 WAITS = {"link_seconds": 0.001, "optimizer_seconds": 0.002, "disk_seconds": 0.003, "written_bytes": 2**30}
 
@@ -167,10 +176,13 @@ def fresh(tmp_path: Path) -> Iterator[Panel]:
 
 @pytest.fixture
 def see(page: Page) -> Callable[..., None]:
-    """Waits until a JavaScript expression is true in the page."""
+    """Waits until a JavaScript expression is true in the page, and says what the page told where it never is."""
 
     def wait(expression: str, *, seconds: float = PATIENCE_S) -> None:
-        page.wait_for_function(expression, timeout=seconds * 1000, polling=50)
+        try:
+            page.wait_for_function(expression, timeout=seconds * 1000, polling=50)
+        except NeverSeen as error:
+            raise AssertionError(f"Not in {seconds:g} s: {expression}. The page: {page.evaluate(_TOLD)}") from error
 
     return wait
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 from playwright.sync_api import Page, expect
 
+from vramfit.planning.presets import TASTES
+
 pytestmark = [pytest.mark.browser, pytest.mark.long]
 See = Callable[..., None]
 
@@ -31,8 +33,9 @@ def test_a_preset_fills_the_form_and_the_plan_can_be_checked(page: Page, fresh: 
     expect(page.locator("#start")).to_be_enabled()
     page.wait_for_timeout(800)  # the page's own first answers
     page.locator("[data-goal='quick taste']").click()
-    see("['256', '512'].includes(document.querySelector('#field-data-max_length :is(textarea, input)').value)")
-    see("document.querySelector('#field-schedule-max_steps :is(textarea, input)').value.match(/^(30|100)$/) !== null")
+    lengths, _, steps = ({str(each) for each in column} for column in zip(*TASTES, strict=True))
+    see(f"{sorted(lengths)}.includes(document.querySelector('#field-data-max_length :is(textarea, input)').value)")
+    see(f"{sorted(steps)}.includes(document.querySelector('#field-schedule-max_steps :is(textarea, input)').value)")
     see("document.querySelector('#field-model-source input').value.includes('/')")
     see("document.querySelector('.vf-estimate')?.dataset.state === 'fits'")
     page.wait_for_timeout(1500)  # the estimate is drawn again when the rows' lengths are counted

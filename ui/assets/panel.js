@@ -195,12 +195,24 @@
   // ---- New run: one click per goal ---------------------------------------------------------------------------------
   VF.mountPresets = (element, watch, trigger) => {
     let asked = 0;
+    // Into the buttons that are there: one that goes between a press and its release takes the click with it.
+    const put = (row, html) => {
+      const fresh = new DOMParser().parseFromString(html, "text/html").querySelectorAll("button");
+      fresh.forEach((button, index) => {
+        const there = row.children[index];
+        if (!there) return row.append(button);
+        for (const name of ["disabled", "title", "data-goal"]) {
+          button.hasAttribute(name) ? there.setAttribute(name, button.getAttribute(name)) : there.removeAttribute(name);
+        }
+        there.innerHTML = button.innerHTML;
+      });
+    };
     const ask = async () => {
       const row = element.querySelector(".vf-presets");
       const mine = ++asked;
       try {
         const { html } = await VF.fetch("presets", { card: row.dataset.card });
-        if (mine === asked && row.isConnected) row.innerHTML = html;
+        if (mine === asked && row.isConnected) put(row, html);
       } catch { /* the estimate says what is wrong with a card */ }
     };
     element.addEventListener("click", (event) => {

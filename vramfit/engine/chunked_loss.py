@@ -23,6 +23,9 @@ CHUNK_ENTRIES: Final = 2**24
 
 LEAST_ROWS: Final = 16
 
+PIECE_NUMBERS: Final = 2**20
+"""Of a 16-bit gradient widened at once on a processor: 4 MiB in fp32."""
+
 
 _UNCHANGED: Final = LogitChange()
 
@@ -382,4 +385,12 @@ class _Part:
         if gradient.dtype == torch.float32:
             self._weight_sum.addmm_(gradient.t(), rows)
         else:
-            self._weight_sum.add_(gradient.t() @ rows)
+            _add_narrow_(self._weight_sum, gradient.t() @ rows)
+
+
+def _add_narrow_(total: Tensor, part: Tensor) -> None:
+    """total [V, H] fp32 += part [V, H] of another format. A processor's kernel widens its whole input first, a table's
+    size in fp32: there some rows at a time."""
+    rows = max(1, PIECE_NUMBERS // total.shape[1]) if total.device.type == "cpu" else total.shape[0]
+    for some, added in zip(torch.split(total, rows), torch.split(part, rows), strict=True):
+        some.add_(added)

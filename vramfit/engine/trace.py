@@ -81,11 +81,13 @@ class StorageFollower(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of storages alive, from the first operation that returns one until its last tensor is gone.
 
     Operations that would need numbers are answered: a scalar is 1, two tensors are equal, and `trained_share` of the
-    labels carry loss. `in_ram` says how many of the bytes alive are not on the device.
+    labels of a micro-batch carry loss, which has `tokens` in `sequences`. `in_ram` says how many of the bytes alive
+    are not on the device.
     """
 
-    def __init__(self, *, trained_share: float = 1.0, packed: bool = False) -> None:
+    def __init__(self, *, sequences: int, tokens: int, trained_share: float = 1.0, packed: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._sequences, self._tokens = sequences, tokens
         self._packed = packed
         self.alive = 0
         self.phase = "load"
@@ -105,13 +107,11 @@ class StorageFollower(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].fake_device
         self.operations += 1
         self._note()
-        answer = _ANSWERS.get(func)
-        result = answer(self, args) if answer else func(*args, **(kwargs or {}))
+        result = self._made(func, args, kwargs or {})
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._follow(leaf.untyped_storage())
-        if not (func is torch.ops.aten.add.Tensor and self.phase == "backward" and not torch.is_grad_enabled()):
-            # Autograd adds two gradients in place; only on fake tensors it makes a third, whose parts are gone at once.
+        if not self._is_in_place(func, args):
             self._note(inside=args[0].numel() * args[0].element_size() if func in _BUFFERS_INSIDE else 0)
         self.timeline.append((self.operations, self._on_device, self.phase))
         return result
@@ -143,8 +143,10 @@ class StorageFollower(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def picked(self, args: tuple[Any, ...]) -> Tensor:
         """`nonzero` of a mask whose values nobody knows: as many rows as tokens carry loss."""
         mask: Tensor = args[0]
-        rows = max(1, round(mask.numel() * self._trained_share))
-        return torch.ops.aten.new_empty.default(mask, [rows, mask.ndim], dtype=torch.long)  # type: ignore[no-any-return]
+        picked = max(1, round(mask.numel() * self._trained_share))
+        if mask.numel() == self._tokens > self._sequences:  # the last token of a sequence has none to predict
+            picked = min(picked, self._tokens - self._sequences)
+        return torch.ops.aten.new_empty.default(mask, [picked, mask.ndim], dtype=torch.long)  # type: ignore[no-any-return]
 
     def scalar(self, args: tuple[Any, ...]) -> bool | float:
         """The number in a tensor. Questions about masks ask whether a mask hides nothing: not where rows are packed."""
@@ -161,6 +163,19 @@ class StorageFollower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             shape = [left.shape[1], right.shape[1]]
         return torch.ops.aten.new_empty.default(left, shape)  # type: ignore[no-any-return]
+
+    def _made(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        answer = _ANSWERS.get(func)
+        return answer(self, args) if answer else func(*args, **kwargs)
+
+    def _is_in_place(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether autograd adds one gradient to another, which makes a third only where a dispatch mode looks on.
+
+        It makes one in any case where the first is a view: its base is alive, too. A matrix's gradient in a product
+        with its transpose is such a view, and so is a hidden state's in three dimensions.
+        """
+        adds = func is torch.ops.aten.add.Tensor and self.phase == "backward" and not torch.is_grad_enabled()
+        return adds and not args[0]._is_view()
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -358,7 +373,7 @@ class _Depths:
 
     def _run(self, depth: tuple[int, ...]) -> Trace:
         frozen, recomputed, compressed, _ = depth
-        follower = StorageFollower(trained_share=self.trained_share, packed=self.plan.packing)
+        follower = self.follower()
         # Paged states are traced as if the driver never had to move them.
         plan = dataclasses.replace(
             self.plan,
@@ -368,9 +383,39 @@ class _Depths:
             device="cpu",
             optimizer_paged=False,
         )
-        model = self._model(plan, sum(depth))
-        with _untraced_masks(), FakeTensorMode(allow_non_fake_inputs=True), follower:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            self.follow(plan, sum(depth), follower)
+        return Trace(
+            phases=dict(follower.peaks),
+            traced_blocks=sum(depth),
+            linear=True,
+            operations=follower.operations,
+            timeline=thinned(follower.timeline),
+        )
+
+    def follower(self, kind: type[StorageFollower] = StorageFollower) -> StorageFollower:
+        """One that knows a micro-batch's shape."""
+        return kind(
+            sequences=self.plan.micro_batch * (_DOCUMENTS if self.plan.packing else 1),
+            tokens=self.plan.micro_batch * self.length,
+            trained_share=self.trained_share,
+            packed=self.plan.packing,
+        )
+
+    def follow(
+        self,
+        plan: Plan,
+        layers: int,
+        follower: StorageFollower,
+        fill: Callable[[nn.Module], None] | None = None,
+    ) -> None:
+        """Build a model of `layers` blocks, train and evaluate it as planned before the follower's eyes. `fill` gives
+        its weights their numbers, where there are any."""
+        model = self._model(plan, layers)
+        with _untraced_masks(), follower:
             materialise(model)
+            if fill is not None:
+                fill(model)
             optimizer = _optimizer(model, plan, follower)
             executor = TracedExecutor(model, follower=follower, plan=plan, optimizer=optimizer)
             batch = _batch(plan.micro_batch, self.length, packed=plan.packing)
@@ -379,13 +424,6 @@ class _Depths:
                 executor.step([batch] * min(plan.accumulation, 2), learning_rate=1e-4)
             with follower.within("evaluation"):
                 executor.evaluate([batch])
-        return Trace(
-            phases=dict(follower.peaks),
-            traced_blocks=sum(depth),
-            linear=True,
-            operations=follower.operations,
-            timeline=thinned(follower.timeline),
-        )
 
     def _model(self, plan: Plan, layers: int) -> nn.Module:
         """On the meta device: without numbers and without memory."""
@@ -516,11 +554,15 @@ class _Batch:
     weights: Tensor | None = None
 
 
+_DOCUMENTS: Final = 2
+"""In a packed row."""
+
+
 def _batch(rows: int, length: int, *, packed: bool) -> _Batch:
     ids = torch.zeros(rows, length, dtype=torch.long)
     if not packed:
         return _Batch(ids, ids.clone())
-    half = torch.arange(length) % max(1, length // 2)
+    half = torch.arange(length) % max(1, length // _DOCUMENTS)
     return _Batch(ids, ids.clone(), position_ids=half.repeat(rows, 1))
 
 

@@ -435,15 +435,16 @@ class _Run:
         own = self.make(work.whole_gradient * self.shape.embedding_params) if trains else 0
         self.free(gradient if not self._holds_inputs else 0)
         if self._gradients_leave_at_once(first=first):
-            self.free(own, head_gradient)
+            self.free(own, head_gradient, self.make(work.tied_sum))
         elif work.gradient_share < 1.0:
             if first:
                 left = work.trained - sum(work.block_trained)
                 self._gradients.append(self.make(work.gradient * work.gradient_share * left, _REDUCE))
             self.free(own, head_gradient)
         elif self.shape.tied_embeddings and head_gradient:
-            self.free(own)
-            self._gradients.append(head_gradient)
+            apart = self.make(work.tied_sum)
+            self.free(own, head_gradient if apart else 0)
+            self._gradients.append(apart or head_gradient)
         else:
             self._gradients += [own, head_gradient]
 
