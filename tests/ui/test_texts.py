@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ui import texts
+from ui.estimate import _setting as label_of
 from ui.form import GROUPS, field_specs
 from ui.texts import en, preferred, texts_of, zh
 from vramfit import sentences_zh
@@ -79,6 +80,14 @@ def test_every_setting_choice_group_and_memory_kind_has_words() -> None:
         assert spec.group in GROUPS
     assert set(GROUPS) == en.GROUPS.keys()
     assert {f"part.{kind}" for kind in MEMORY_KINDS} <= en.WORDS.keys()
+
+
+def test_every_setting_of_a_plan_has_a_chinese_label() -> None:
+    """A label made of the name alone would be English."""
+    source = "".join(path.read_text(encoding="utf-8") for path in (UI.parent / "vramfit" / "planning").glob("*.py"))
+    settings = set(re.findall(r'setting="([^"]+)"', source))
+    assert {"memory budget", "checkpoints"} < settings
+    assert [name for name in settings if label_of(name, texts_of("zh")).isascii()] == []
 
 
 def test_no_setting_is_described_that_does_not_exist() -> None:
