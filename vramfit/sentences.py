@@ -158,6 +158,8 @@ ENGLISH: Final[Mapping[str, str]] = {
     "saves.no_room": "A copy of {size} beside the run does not fit in RAM, so a step waits until one is written",
     "saves.tier": "What trains is written from where it lives, one tensor at a time",
     "inputs.host": "What a block is given waits in RAM for its backward, and comes back ahead of it",
+    "inputs.disk": "What blocks are given in a step is more than {place} has room for: it is written behind the "
+    "computation, and read back ahead of its backward",
     "wont.device": "{model} with {method} needs {needed} at its peak ({phase}), and {available} of {device} are "
     "available",
     "wont.ram": "{model} with {method} needs {needed} of RAM beside the card, and this machine has {there}, {free} of "
@@ -166,6 +168,7 @@ ENGLISH: Final[Mapping[str, str]] = {
     "wont.disk.states": "Blocks and optimizer states that live on disk, checkpoints and result",
     "wont.disk.blocks": "Blocks that live on disk in the format they train beside, checkpoints and result",
     "wont.disk.result": "Checkpoints and result",
+    "wont.disk.inputs": "{others} (with what blocks are given in a step)",
     "help.others": "Other programs hold {held} of {place}: without them it would fit.",
     "help.beside": "{name} ({device}) has {free} free, enough for it.",
     "help.change": "{change} would need {needs}.",

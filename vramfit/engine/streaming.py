@@ -17,6 +17,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -59,7 +60,10 @@ HandOver = Callable[[int, Mapping[str, Tensor]], None]
 
 
 class StreamingExecutor(ResidentExecutor):
-    """Optimizer steps on a model whose blocks visit `plan.device`; all else is as in ResidentExecutor."""
+    """Optimizer steps on a model whose blocks visit `plan.device`; all else is as in ResidentExecutor.
+
+    `inputs_file` is made where the plan has blocks' inputs wait on disk.
+    """
 
     def __init__(
         self,
@@ -69,6 +73,7 @@ class StreamingExecutor(ResidentExecutor):
         plan: Plan,
         optimizer: torch.optim.Optimizer,
         trained: TrainedBlocks | None = None,
+        inputs_file: Path | None = None,
         max_grad_norm: float = 1.0,
         **options: Any,
     ) -> None:
@@ -76,7 +81,7 @@ class StreamingExecutor(ResidentExecutor):
         self.visits, self.trained = visits, trained
         self._on = torch.device(plan.device)
         self._peak: VisitsPeak
-        self._waiting = WaitingInputs(plan.input_tier, torch.device(plan.device))
+        self._waiting = WaitingInputs(plan.input_tier, torch.device(plan.device), inputs_file)
         self._micro_batches = max(1, plan.accumulation)
         self._evaluated_together = self._micro_batches
         self._tied: TiedGradient | None = None
@@ -139,11 +144,12 @@ class StreamingExecutor(ResidentExecutor):
         for_blocks, in_step = stream.traffic.waited_seconds, 0.0 if end is None else end.waited_seconds
         for_tier = 0.0 if trained is None else trained.waited_seconds
         on_disk = stream.tier.resident(0) is None
+        for_inputs, inputs_written = self._waiting.waited()
         return Waits(
             link_seconds=0.0 if on_disk else for_blocks,
             optimizer_seconds=in_step - for_tier,
-            disk_seconds=for_tier + (for_blocks if on_disk else 0.0),
-            written_bytes=0 if trained is None else trained.written_bytes,
+            disk_seconds=for_tier + for_inputs + (for_blocks if on_disk else 0.0),
+            written_bytes=inputs_written + (0 if trained is None else trained.written_bytes),
         )
 
     def gradients(self, piece: Piece, *, scale: float = 1.0) -> tuple[float, dict[str, Tensor | None]]:
@@ -390,6 +396,8 @@ class StreamingExecutor(ResidentExecutor):
     def _forward(self, pieces: Sequence[Piece], *, keep: bool) -> tuple[list[Tensor], list[list[Call]]]:
         """(what the last block gives for each piece, each piece's calls of the blocks); inputs wait where planned."""
         hidden, calls = self._embedded(pieces)
+        if keep:
+            self._waiting.expect(self._states_that_wait * sum(each.nbytes for each in hidden))
         for block in range(len(self.visits.blocks)):
             with self.visits.present(block, "up"):
                 if block in self.visits.split:
@@ -401,6 +409,12 @@ class StreamingExecutor(ResidentExecutor):
                     with self._computing():
                         hidden[index] = self.visits.compute(block, hidden[index], each[block])
         return hidden, calls
+
+    @property
+    def _states_that_wait(self) -> int:
+        """Hidden states of a micro-batch that wait for backward: each block's input, and the answer of a split one's
+        experts."""
+        return sum(2 if block in self.visits.split else 1 for block in range(self._first, len(self.visits.blocks)))
 
     def _embedded(self, pieces: Sequence[Piece]) -> tuple[list[Tensor], list[list[Call]]]:
         """(what the first block is given for each piece, each piece's calls of the blocks)."""

@@ -45,7 +45,7 @@ FEATURES: Final = {
 ENGINE: Final = Abilities(
     weights=("device", "host", "disk"),
     optimizer=("device", "host", "disk"),
-    inputs=("device", "host"),
+    inputs=("device", "host", "disk"),
     optimizer_bits=(32, 8, 4),
     sharding=("none",),
     optimizers=("adamw", "adafactor", "lion", "muon", "sgd"),
@@ -72,7 +72,7 @@ SEVERAL_CARDS: Final = dataclasses.replace(ENGINE, weights=("device",), sharding
 DESIGNED: Final = Abilities(
     weights=("device", "host", "disk"),
     optimizer=("device", "host", "disk"),
-    inputs=("device", "host"),
+    inputs=("device", "host", "disk"),
     optimizer_bits=(32, 8, 4),
     sharding=("none", "ddp", "fsdp"),
     optimizers=("adamw", "adafactor", "lion", "muon", "sgd"),
@@ -108,7 +108,7 @@ def _missing(plan: Plan, abilities: Abilities) -> Iterator[str]:
         yield f"streaming from {'RAM' if plan.weights_tier == 'host' else 'disk'}"
     if plan.optimizer_tier not in abilities.optimizer:
         yield f"an optimizer {places[plan.optimizer_tier]}"
-    if plan.input_tier not in abilities.inputs:
+    if plan.input_tier not in abilities.inputs or (plan.input_tier == "disk" and plan.weights_tier == "device"):
         yield f"activations {places[plan.input_tier]}"
     if plan.optimizer_bits not in abilities.optimizer_bits:
         yield f"{plan.optimizer_bits}-bit optimizer states"

@@ -89,10 +89,12 @@ def estimate_memory(
 @dataclass(frozen=True, kw_only=True)
 class LeastMemory:
     """Bytes below which a plan cannot be: of the device, of RAM beside it, and of disk. `waiting_bytes` of the device
-    are gradients that wait for the step's other micro-batches: none where a step is one."""
+    are gradients that wait for the step's other micro-batches: none where a step is one. `inputs_bytes` are those of
+    blocks that wait for their backward, wherever they do."""
 
     device_bytes: int
     waiting_bytes: int
+    inputs_bytes: int
     host_bytes: int
     disk_bytes: int
 
@@ -107,6 +109,7 @@ def least_memory(
     return LeastMemory(
         device_bytes=device,
         waiting_bytes=int(work.held),
+        inputs_bytes=int(work.waiting),
         host_bytes=work.host_bytes(device),
         disk_bytes=work.disk_bytes(checkpoints=checkpoints, merged=merged),
     )
@@ -213,7 +216,7 @@ class Work(Standing):
         return self.plan.selective and self.program.selective == "every other product"
 
     def kept_before(self, layer: int) -> float:
-        """What the blocks before `layer` keep; inputs that wait in RAM have two places on the device."""
+        """What the blocks before `layer` keep; inputs that wait elsewhere have two places on the device."""
         elsewhere = 2 * self.stream if self.plan.recompute and self.plan.input_tier != "device" else 0.0
         return self.micro_batches_at_once * sum(self._kept[:layer]) + elsewhere
 

@@ -63,9 +63,9 @@ class Workload:
 Tier = Literal["device", "host", "disk"]
 """Where bytes live: on the card, in RAM, in a file."""
 
-InputTier = Literal["device", "host"]
-"""Where inputs of recomputed blocks may wait. Never on disk: they would be written there in every pass, which no drive
-is rated for, and nothing here would price it."""
+InputTier = Literal["device", "host", "disk"]
+"""Where inputs of recomputed blocks wait. On disk only those of blocks that visit, once a step: each pass over a model
+at rest would write its own."""
 
 WeightFormat = Literal["fp32", "bf16", "fp16", "int8", "nf4", "nf4-plain", "gptq-int4", "gptq-int4-whole", "gptq-int8"]
 """Formats of a base. nf4 is doubly quantised, nf4-plain is not; GPTQ bases, in groups of 128 or whole columns, are read

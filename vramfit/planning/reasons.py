@@ -129,7 +129,11 @@ def _place_choices(plan: Plan, architecture: Architecture) -> Iterator[Choice]:
     if plan.optimizer_tier != "device":
         place = say(f"place.{plan.optimizer_tier}")
         yield Choice(setting="optimizer states", value=place, reason=say("optimizer.place", place=place))
-    if plan.input_tier != "device" and plan.weights_tier == "device":
+    if plan.input_tier == "disk":
+        yield Choice(
+            setting="block inputs", value=say("place.disk"), reason=say("inputs.disk", place=say("place.host"))
+        )
+    elif plan.input_tier == "host" and plan.weights_tier == "device":
         yield Choice(setting="block inputs", value=say("place.host"), reason=say("inputs.host"))
 
 

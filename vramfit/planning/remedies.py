@@ -95,8 +95,8 @@ def _possible(search: Search, *, plainly: bool = False) -> Candidate | None:
         again = Search.of(search.config, search.architecture, search.machine, search.workload)
     except (ConfigError, HardwareError):
         return None
-    families = again.families[: 1 if plainly else None]
-    tried = (again.least(family) for family in families if not again.is_hopeless(family))
+    ways = (way for family in again.families[: 1 if plainly else None] for way in again.ways(family))
+    tried = (again.least(way) for way in ways if not again.is_hopeless(way))
     return next((found for found in tried if found.fits), None)
 
 
@@ -298,23 +298,31 @@ def check_host_and_disk(search: Search, found: Forecast) -> None:
             available_bytes=free,
             tier="disk",
             phase="save",
-            suggestions=tuple(_less_disk(search)),
+            suggestions=tuple(_less_disk(search, found)),
             forecast=found,
         )
 
 
 def _on_disk(found: Forecast) -> Sentence:
     if found.plan.optimizer_tier == "disk":
-        return say("wont.disk.states")
-    return say("wont.disk.blocks" if found.plan.weights_tier == "disk" else "wont.disk.result")
+        others = say("wont.disk.states")
+    else:
+        others = say("wont.disk.blocks" if found.plan.weights_tier == "disk" else "wont.disk.result")
+    return say("wont.disk.inputs", others=others) if found.plan.input_tier == "disk" else others
 
 
-def _less_disk(search: Search) -> Iterator[Sentence]:
-    """What would need less disk, each planned anew, as sentences."""
+def _less_disk(search: Search, found: Forecast) -> Iterator[Sentence]:
+    """What would need less disk, each planned anew, as sentences. Where it is blocks' inputs that need it, what would
+    need fewer of them comes first, another method among it."""
+    inputs_there = found.plan.input_tier == "disk"
+    if inputs_there:
+        yield from _helpful_few(search)
     for changed, words in _saving_less(search.config):
-        found = _possible(dataclasses.replace(search, config=changed))
-        if found is not None:
-            yield say("help.change", change=words, needs=format_needed(found.memory.disk_bytes))
+        if inputs_there and changed.method != search.config.method:
+            continue
+        possible = _possible(dataclasses.replace(search, config=changed))
+        if possible is not None:
+            yield say("help.change", change=words, needs=format_needed(possible.memory.disk_bytes))
     yield say("help.space")
 
 

@@ -33,7 +33,7 @@ _WORTH_ROUNDING: Final = 1.1
 _WORTH_LOOKING: Final = 0.02
 """Of the budget: fewer gradients that wait are not looked at."""
 _WITH_HOLES: Final = 1.5
-"""What a byte of gradients that wait costs at most, with what the allocator cannot fill."""
+"""What a byte that waits costs at most, with what the allocator cannot fill."""
 _CHANGES_BASE: Final = ("pissa", "olora")
 
 FamilyName = Literal[
@@ -246,6 +246,22 @@ class Search:
             or least.disk_bytes > self.machine.disk_free_bytes
         )
 
+    def ways(self, family: Family) -> Iterator[Family]:
+        """`family`, and where its blocks' inputs are what makes it too large, the same with those on disk."""
+        yield family
+        if family.streams and "disk" in self.abilities.inputs and self._inputs_are_too_much(family):
+            yield dataclasses.replace(family, changes={**family.changes, "input_tier": "disk"})
+
+    def _inputs_are_too_much(self, family: Family) -> bool:
+        """Whether RAM, or a device that is RAM, is too small by no more than the inputs that wait there."""
+        plan = self._least_plan(family)
+        least, short = self._least_memory(plan), 0
+        if plan.device != "cpu":
+            short = least.host_bytes - self.machine.ram_bytes
+        elif least.device_bytes <= plan.budget_bytes:
+            short = self._candidate_of(family, plan).memory.device_bytes - plan.budget_bytes
+        return 0 < short <= _WITH_HOLES * least.inputs_bytes
+
     @property
     def _merged(self) -> bool:
         return self.config.output.export == "merged"
@@ -292,9 +308,17 @@ class Search:
 
     def _best_of(self, family: Family) -> Candidate:
         if family.name not in self._known:  # shared with the same search of other abilities
-            fitting = [] if self.is_hopeless(family) else self.fitting(family)
-            self._known[family.name] = quickest(fitting) or self.least(family)
+            self._known[family.name] = self._best_way(family)
         return self._known[family.name]
+
+    def _best_way(self, family: Family) -> Candidate:
+        """The quickest that fits of its first way that has one, or the least that its last can do with."""
+        way = family
+        for way in self.ways(family):
+            best = None if self.is_hopeless(way) else quickest(self.fitting(way))
+            if best is not None:
+                return best
+        return self.least(way)
 
     def best(self) -> Candidate | None:
         """The fastest that fits of all families; of those nearly as fast, the one that needs least.

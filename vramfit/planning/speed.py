@@ -482,22 +482,24 @@ class _Step:
         return exposed
 
     def _exposed_visits(self, working: float) -> float:
-        """Those of a step whose blocks visit. Inputs that wait in RAM move in the stream that computes: nothing is
-        computed meanwhile, and on their way back they have the half of the link that blocks come over."""
-        inputs = self.waiting_inputs / self.rates.link
+        """Those of a step whose blocks visit. Inputs that wait in RAM, or pass it on their way to disk, move in the
+        stream that computes: nothing is computed meanwhile, and on their way back they have the half of the link that
+        blocks come over."""
+        inputs = 0.0 if self.rates.on_cpu else sum(self.waiting_inputs) / self.rates.link
         if self.plan.weights_tier != "host":
             return inputs
         return inputs + self._hidden(self.visits / self.rates.link, working + inputs / 2.0)
 
-    @property
-    def waiting_inputs(self) -> float:
-        """Bytes of a step's inputs to RAM and back, where blocks visit: of every block that has a backward. One that
-        comes in parts asks for its input twice, and has its experts' answer wait as well."""
-        if self.plan.input_tier != "host" or self.rates.on_cpu:
-            return 0.0
-        hidden = self.tokens * self.architecture.hidden_size * float(self.formats.residual)
-        trips = sum(kind.back * (2.0 if kind.split is None else 6.0) for kind in self.kinds)
-        return self.passes * hidden * trips
+    @cached_property
+    def waiting_inputs(self) -> tuple[float, float]:
+        """Bytes of a step's inputs (away from the device, back), where blocks visit: of every block that has a
+        backward. One that comes in parts asks for its input twice, and has its experts' answer wait as well."""
+        if self.plan.input_tier == "device":
+            return 0.0, 0.0
+        hidden = self.passes * self.tokens * self.architecture.hidden_size * float(self.formats.residual)
+        away = sum(kind.back * (1.0 if kind.split is None else 2.0) for kind in self.kinds)
+        back = sum(kind.back * (1.0 if kind.split is None else 4.0) for kind in self.kinds)
+        return hidden * away, hidden * back
 
     def exposed_collectives(self, working: float) -> float:
         """Gathering weights, reducing gradients: in every micro-batch where weights are shared, else once a step."""
@@ -539,8 +541,8 @@ class _Step:
         return blocks * passes / layers
 
     def exposed_disk(self, working: float) -> float:
-        """Seconds of the step that the disk adds to forward and backward: blocks are read, and gradients that wait for
-        the norm of all are written."""
+        """Seconds of the step that the disk adds to forward and backward: blocks are read, gradients that wait for the
+        norm of all are written, inputs that wait there are written and read."""
         plan, rates = self.plan, self.rates
         read = self.visits if self.streams and plan.weights_tier == "disk" else 0.0
         if self.at_once:
@@ -548,6 +550,9 @@ class _Step:
             read += in_step
         else:
             written = self.gradient * self.block_numbers if plan.optimizer_tier == "disk" else 0.0
+        if plan.input_tier == "disk":
+            away, back = self.waiting_inputs
+            read, written = read + back, written + away
         seconds = read / rates.disk_read + written / rates.disk_write
         return self._hidden(seconds, working) if seconds else 0.0
 

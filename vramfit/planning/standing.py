@@ -209,7 +209,7 @@ class Standing:
         the device needs."""
         if self.plan.device == "cpu":
             return device_bytes
-        return int(3 * GIB + self.weights / 8 + self.host_states + self.waiting)
+        return int(3 * GIB + self.weights / 8 + self.host_states + self.waiting_in_ram)
 
     def disk_bytes(self, *, checkpoints: int, merged: bool) -> int:
         """All checkpoints and one that is being written, the result, and what lives there during the run."""
@@ -246,14 +246,16 @@ class Standing:
     def disk_states(self) -> float:
         """What a run has on disk to read or to write in every step."""
         on_disk = self.plan.optimizer_tier == "disk"
-        return self.weights_on_disk + (self.optimizer_states + self.gradients_on_tier if on_disk else 0.0)
+        states = self.optimizer_states + self.gradients_on_tier if on_disk else 0.0
+        return self.weights_on_disk + states + self.waiting_on_disk
 
     @cached_property
     def written_per_step(self) -> float:
-        """Bytes a step writes to disk: states that live there, and weights that train there. Frozen ones are read."""
+        """Bytes a step writes to disk: states that live there, weights that train there, and inputs that wait there.
+        Frozen weights are read."""
         on_disk = self.plan.optimizer_tier == "disk"
         states = self.optimizer_states + self.gradients_on_tier if on_disk else 0.0
-        return states + (self.weights_on_disk if self.trains_visitors else 0.0)
+        return states + (self.weights_on_disk if self.trains_visitors else 0.0) + self.waiting_on_disk
 
     @cached_property
     def states(self) -> float:
@@ -367,11 +369,21 @@ class Standing:
 
     @cached_property
     def waiting(self) -> float:
-        """Inputs of recomputed blocks that wait in RAM, of all micro-batches of the step while blocks stream."""
-        if self.plan.input_tier == "device":
-            return 0.0
+        """Inputs of recomputed blocks that wait for their backward, of all micro-batches of the step while blocks
+        stream."""
         passes = self.plan.accumulation if self.streams else 1
         return passes * sum(self.stored.states_between[self.first : self.first + self.plan.recompute]) * self.stream
+
+    @cached_property
+    def waiting_in_ram(self) -> float:
+        """Those of them in RAM beside a device; on their way to disk or back, one in use and one that comes."""
+        if self.plan.input_tier == "disk":
+            return 2 * self.stream
+        return self.waiting if self.plan.input_tier == "host" else 0.0
+
+    @cached_property
+    def waiting_on_disk(self) -> float:
+        return self.waiting if self.plan.input_tier == "disk" else 0.0
 
 
 def head_visits(plan: Plan) -> bool:

@@ -18,7 +18,10 @@ from vramfit.planning.plan import Forecast, Plan
 from vramfit.training.compile_choice import compiled_blocks
 
 SCRATCH: Final = "blocks"
-"""Inside a run's folder: blocks that live on disk in another format than the model's own files."""
+"""Inside a run's folder: blocks that live on disk in another format than the model's own files, and their inputs."""
+
+INPUTS: Final = "inputs.bin"
+"""There: the file in which blocks' inputs wait for their backward, where a plan has them on disk."""
 
 MOST_KEPT: Final = 0.6
 """Of the budget: what a streamed run may need for freed memory to be kept."""
@@ -91,6 +94,7 @@ def _streaming(
         visits=visits,
         plan=plan,
         optimizer=build_optimizer(model, config.schedule, plan, seed=config.seed),
+        inputs_file=folder / SCRATCH / INPUTS,
         max_grad_norm=config.schedule.max_grad_norm,
         loss=config.loss,
     )
@@ -123,6 +127,7 @@ def _streaming_all(config: RunConfig, plan: Plan, *, scratch: Path, run_s: float
         trained=trained,
         plan=plan,
         optimizer=optimizer,
+        inputs_file=scratch / INPUTS,
         max_grad_norm=config.schedule.max_grad_norm,
         loss=config.loss,
     )

@@ -71,7 +71,11 @@ def opened(
         attach=lambda model: attach_adapters(model, rank=4, alpha=8.0, seed=3, experts=experts, dropout=dropout),
     )
     executor = StreamingExecutor(
-        model, visits=visits, plan=plan, optimizer=build_optimizer(model, ScheduleChoice(), plan)
+        model,
+        visits=visits,
+        plan=plan,
+        optimizer=build_optimizer(model, ScheduleChoice(), plan),
+        inputs_file=tmp_path / "scratch" / str(split) / "inputs.bin",
     )
     executor.check()
     return executor

@@ -96,7 +96,13 @@ def streaming(folder: Path, plan: Plan, tmp_path: Path) -> StreamingExecutor:
         scratch=tmp_path / "scratch",
         attach=lambda model: attach_adapters(model, rank=4, alpha=8.0, seed=3),
     )
-    return StreamingExecutor(model, visits=visits, plan=plan, optimizer=build_optimizer(model, ScheduleChoice(), plan))
+    return StreamingExecutor(
+        model,
+        visits=visits,
+        plan=plan,
+        optimizer=build_optimizer(model, ScheduleChoice(), plan),
+        inputs_file=tmp_path / "scratch" / "inputs.bin",
+    )
 
 
 def batches() -> list[Any]:
@@ -224,17 +230,6 @@ def test_a_step_moves_two_passes_less_what_is_there_already_however_many_micro_b
 
     # Four blocks visit two slots: two of four are there where the way turns, at the top and at the bottom.
     assert moved == [2 * 2 * block] * 3
-
-
-@pytest.mark.parametrize("tier", ["device", "disk"])
-def test_inputs_may_wait_in_a_file(tier: Any, tmp_path: Path) -> None:
-    folder = saved("llama", tmp_path / "model")
-    plan = a_plan()
-
-    assert_equal_runs(
-        resident(folder, plan, tmp_path),
-        streaming(folder, dataclasses.replace(plan, weights_tier="host", input_tier=tier), tmp_path),
-    )
 
 
 def test_stored_in_16_bits_and_computed_in_32(tmp_path: Path) -> None:

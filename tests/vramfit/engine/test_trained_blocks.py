@@ -52,6 +52,7 @@ def streaming(
     trained = TrainedBlocks(
         visits, weights, optimizer, stand_ins, lambda each, name: own_tier(plan, plan.weights_tier, each, scratch, name)
     )
+    options = {"inputs_file": scratch / "inputs.bin", **options}
     return StreamingExecutor(model, visits=visits, trained=trained, plan=plan, optimizer=optimizer, **options)
 
 
