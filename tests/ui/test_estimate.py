@@ -193,7 +193,7 @@ def test_what_fits_the_card_and_not_what_is_beside_it_does_not_fit(tier: str, wo
 
 
 REFUSALS: dict[str, tuple[dict[str, object], str, dict[str, object]]] = {
-    "device": ({"method": "full"}, "RTX 3060", {}),
+    "device": ({"method": "full", "memory": {"micro_batch": 16}}, "RTX 3060", {}),
     "free another wish": ({"method": "lora", "memory": {"activations": "keep", "loss": "full"}}, "RTX 3060", {}),
     "ram": ({"method": "qlora"}, "RTX 3060", {"ram_bytes": 2 * GIB}),
     "disk": ({"method": "full", "output": {"keep_checkpoints": 3}}, "H100", {"disk_free_bytes": 9 * GIB}),
