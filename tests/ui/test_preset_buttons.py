@@ -75,4 +75,4 @@ def test_a_run_of_days_says_how_long_it_takes(tmp_path: Path, monkeypatch: pytes
     assert f"{format_duration(found.forecast.seconds)} for 10,000 conversations" in shown
     monkeypatch.undo()
     quick = Presets(previewer).view("plan:GeForce RTX 4090", EN)["html"]
-    assert "for 10,000 conversations" not in quick  # not even the biggest model takes a day there
+    assert "for 10,000 conversations" not in quick.partition("</button>")[0]  # a taste takes minutes
